@@ -20,7 +20,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 demo: $(STAMP)  ## Audit the bundled demo, with importance and baseline, and write rankwise-audit/index.html.
-	$(BIN)/rankwise audit --importance --baseline
+	$(BIN)/rankwise audit --importance --at-init
 
 test: $(STAMP)  ## Run the tests.
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal --durations 25 tests src/rankwise experiments --doctest-modules $(ARGS)

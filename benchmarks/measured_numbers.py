@@ -36,7 +36,7 @@ def measure(subject: str, minilm: Path | None, out: Path) -> None:
     keep("both batches", both)
     keep("merged", rw.Audit.merge([first, second]))
     keep("comparison", rw.compare(first, both))
-    keep("estimated", rw.audit(model, batches[1:], method="estimate"))
+    keep("estimated", rw.audit(model, batches[1:], rank_method="estimate"))
     if subject in ("demo", "t5", "vit"):
         parts = [rw.audit(model, part, importance=True) for part in (batches[:1], batches[1:])]
         keep("importance", rw.audit(model, batches, importance="exact"))
@@ -49,7 +49,8 @@ def measure(subject: str, minilm: Path | None, out: Path) -> None:
         mean = rw.importance.ImportanceSettings(ablation="mean")
         keep("importance by means", rw.audit(model, batches[:1], importance=mean))
         text = _text()
-        named = rw.audit(model, texts=[text[:150], text[300:700]], tokenizer=tokenizer, matrices="0:0,3:1")
+        texts = [text[:150], text[300:700]]
+        named = rw.audit(model, texts=texts, tokenizer=tokenizer, attention_maps="0:0,3:1")
         keep("texts", named)
         keep("attention maps", {"maps": _maps(named)})
         logged, trained = _monitored(model, batches)

@@ -18,7 +18,7 @@ FUNCTIONS = {*measures.__all__} - {"coding_rate"}
 COLUMNS = {
     "place and kind": "stack site layer head kind mask cross call",
     "sequences": "sequences nonfinite estimated fallbacks",
-    "size": "tokens sources full_rank width heads_per_group",
+    "size": "tokens sources full_rank head_dim hidden_size heads_per_group",
     "ranks": "numerical_rank scale_free_rank effective_rank stable_rank required_head_dim sigma_max",
     "rows": "row_entropy first_token_mass max_token_mass",
     "distances": "row_spread identity_distance nearest_head_distance",
@@ -33,9 +33,9 @@ def pages() -> dict[str, str]:
     numbers = {name: f"{value:g}" for name, value in vars(findings).items() if isinstance(value, int | float)}
     tables = {
         "command-line": {"commands": commands()},
-        "findings": {code.lower(): _rule(code) for code in findings.RULES},
-        "measures": {"heads": _measures(HEAD_MEASURES), "layers": _measures(STATE_MEASURES, "states: ")},
-        "records": {kind: _columns(kind) for kind in ("heads", "layers")},
+        "findings": {"comparison": _comparison()},
+        "measures": {"heads": _measures(HEAD_MEASURES), "states": _measures(STATE_MEASURES, "states: ")},
+        "records": {kind: _columns(kind) for kind in ("heads", "states")},
     }
     return {name: fill_page(f"reference/{name}", marks, numbers) for name, marks in tables.items()}
 
@@ -68,12 +68,13 @@ def _parameter(names: str, words: str) -> list[str]:
     return _cells(f"`{names}`", meaning, default)
 
 
-def _rule(code: str) -> str:
-    """Return the number that decides in a comparison, and its direction."""
-    rule = findings.RULES[code]
-    worse = "Neither a higher nor a lower" if rule.worse == "neither" else f"A {rule.worse}"
-    matched = f"**In a comparison**: findings of the same {rule.about} are matched."
-    return f"{matched} {worse} number `{rule.decided_by}` in the evidence is worse."
+def _comparison() -> str:
+    """Return a table: what a comparison matches the findings of each code by, and when one is worse."""
+    rows = [
+        (f"[{code}](#{code.lower()})", rule.about, f"`{rule.decided_by}`", rule.worse)
+        for code, rule in findings.RULES.items()
+    ]
+    return markdown_table(("code", "matched by", "number that decides", "worse if it is"), rows)
 
 
 def _columns(kind: str) -> str:

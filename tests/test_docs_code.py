@@ -31,7 +31,7 @@ PRINTED = {
     "docs/how-to/capture.md": 3,
     "docs/how-to/compare.md": 2,
     "docs/how-to/importance.md": 1,
-    "docs/how-to/adapters.md": 2,
+    "docs/how-to/readers.md": 2,
     "docs/how-to/monitor.md": 1,
     "docs/how-to/tost.md": 3,
     "docs/reference/models.md": 1,

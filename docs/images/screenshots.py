@@ -1,7 +1,7 @@
 """Take the screenshots of an audit's page again: light next to dark, on a wide screen and on a phone.
 
 Needs the packages playwright and pillow, a Chromium on the path, and a folder written by
-`rankwise audit MODEL --text TEXT --matrices all --importance exact --baseline`:
+`rankwise audit MODEL --text TEXT --attention-maps all --importance exact --at-init`:
 
     python docs/images/screenshots.py rankwise-audit/index.html --layer 2 --head 7
 

@@ -133,7 +133,7 @@ def prepared(family: Family, implementation: str) -> tuple[nn.Module, Batch]:
     return family.build(implementation).to(DTYPE), batch
 
 
-def applied(site: rw.tracing.MixerSite) -> Tensor:
+def applied(site: rw.tracing.CapturedMixer) -> Tensor:
     """Return M V in float64 from the dense matrix, with one value head per head."""
     assert site.values is not None
     groups = site.operator.shape[1] // site.values.shape[1]
@@ -248,7 +248,7 @@ def check_state_space(name: str) -> CheckedStateSpace:
     )
 
 
-def from_mixer(site: rw.tracing.MixerSite) -> Tensor:
+def from_mixer(site: rw.tracing.CapturedMixer) -> Tensor:
     """Return the output of a layer whose scan is M V; M V itself if the layer is the scan alone."""
     assert site.values is not None
     mixed = (site.operator @ site.values.double()).float()

@@ -29,10 +29,10 @@ from rankwise.operators import (
     SumMixing,
 )
 from rankwise.operators.toeplitz import short_convolution
-from rankwise.tracing import MixerSite, RecordedCall
-from rankwise.tracing.adapters import adapter_of
-from rankwise.tracing.adapters.mamba import Mamba2Adapter, MambaAdapter, ShortConvAdapter, ZambaAdapter
+from rankwise.tracing import CapturedMixer, RecordedCall
 from rankwise.tracing.module_calls import ABSENT, ModuleCall
+from rankwise.tracing.readers import reader_of
+from rankwise.tracing.readers.mamba import Mamba2Reader, MambaReader, ShortConvReader, ZambaReader
 
 SILU = ("silu", "swish")
 """Activations x·σ(x), which keep the share σ(x) of a token."""
@@ -54,7 +54,7 @@ class GatedPath:
 
 def gated_paths(
     trace: rw.Trace, calls: Sequence[RecordedCall]
-) -> list[tuple[MixerSite, RecordedCall, GatedPath | None]]:
+) -> list[tuple[CapturedMixer, RecordedCall, GatedPath | None]]:
     """Return the path of each state-space mixer of a trace, with the call of its module."""
     last = {call.name: call for call in calls}
     found = []
@@ -66,20 +66,20 @@ def gated_paths(
     return found
 
 
-def gated_path(site: MixerSite, call: RecordedCall, projected: Tensor) -> GatedPath | None:
+def gated_path(site: CapturedMixer, call: RecordedCall, projected: Tensor) -> GatedPath | None:
     """Return the path of one call; None if the layer has no gate, no SiLU, or a norm before its gate."""
     layer: Any = call.module
-    adapter = adapter_of(layer)
+    reader = reader_of(layer)
     with torch.no_grad(), torch.autocast(projected.device.type, enabled=False):
-        if isinstance(adapter, ShortConvAdapter):
+        if isinstance(reader, ShortConvReader):
             return _short_conv_path(site, layer, projected)
         if getattr(layer, "activation", None) not in SILU:
             return None
-        if isinstance(adapter, Mamba2Adapter):
+        if isinstance(reader, Mamba2Reader):
             return _mamba2_path(site, call, projected)
-        if isinstance(adapter, MambaAdapter):
+        if isinstance(reader, MambaReader):
             given, gate = projected.transpose(1, 2).chunk(2, dim=1)
-        elif isinstance(adapter, ZambaAdapter):
+        elif isinstance(reader, ZambaReader):
             given, gate = projected.transpose(1, 2).unflatten(1, (-1, 2)).unbind(2)
         else:
             return None
@@ -88,7 +88,7 @@ def gated_path(site: MixerSite, call: RecordedCall, projected: Tensor) -> GatedP
         return _path(call, site.operator, given, gate, skip, lambda tokens: layer.out_proj(tokens.to(dtype)))
 
 
-def _short_conv_path(site: MixerSite, layer: Any, projected: Tensor) -> GatedPath:
+def _short_conv_path(site: CapturedMixer, layer: Any, projected: Tensor) -> GatedPath:
     enters, leaves, x = projected.transpose(1, 2).chunk(3, dim=1)
     bias = x.new_zeros(x.shape[1]) if layer.conv.bias is None else layer.conv.bias.detach()
     operator = ProductMixing(DiagonalMixing(leaves), site.operator, DiagonalMixing(enters))
@@ -96,7 +96,7 @@ def _short_conv_path(site: MixerSite, layer: Any, projected: Tensor) -> GatedPat
     return GatedPath(operator, x[..., None], offset, _of_tokens(layer.out_proj))
 
 
-def _mamba2_path(site: MixerSite, call: RecordedCall, projected: Tensor) -> GatedPath | None:
+def _mamba2_path(site: CapturedMixer, call: RecordedCall, projected: Tensor) -> GatedPath | None:
     """Channels of a head share its scan; each channel has its own convolution."""
     mixer: Any = call.module
     normed = bool(getattr(mixer, "mamba_rms_norm", True))  # Falcon-H1 may have no norm

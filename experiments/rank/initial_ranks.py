@@ -19,7 +19,6 @@ from experiments.real_models import require_minilm
 from experiments.render import markdown_table
 from experiments.study import Study
 from rankwise.auditing import HeadRecord
-from rankwise.auditing.findings import rank_code
 from rankwise.cli.load_data import load_text
 
 TOKENS, SEQUENCES, SEEDS = 256, 8, 3
@@ -27,7 +26,6 @@ COLUMNS = {
     "trained": lambda head: head.numerical_rank,
     "fresh": lambda head: head.baseline.mean["numerical_rank"],
     "fresh_std": lambda head: head.baseline.seed_std["numerical_rank"],
-    "margin": lambda head: head.baseline.band[2].margin,
     "winners": lambda head: head.one_hot_rank,
     "random": lambda head: head.random_rank,
     "uniform": lambda head: head.uniform_rank,
@@ -61,14 +59,7 @@ def measure(text: Path) -> dict[str, Any]:
 
 
 def _row(layer: int, heads: Sequence[HeadRecord]) -> dict[str, Any]:
-    codes = [rank_code(head) for head in heads]
-    nulls = [rank_code(head.model_copy(update={"baseline": None})) for head in heads]
-    return {
-        "layer": layer,
-        **{name: round(mean(map(take, heads)), 2) for name, take in COLUMNS.items()},
-        **{name: codes.count(code) for name, code in (("above", "HIGH_RANK"), ("below", "LOW_RANK"))},
-        "beyond_nulls": len(nulls) - nulls.count(None),
-    }
+    return {"layer": layer, **{name: round(mean(map(take, heads)), 2) for name, take in COLUMNS.items()}}
 
 
 def tables(report: dict[str, Any]) -> dict[str, str]:
@@ -77,7 +68,7 @@ def tables(report: dict[str, Any]) -> dict[str, str]:
     cells = [
         (
             "{layer} | {trained:.0f} | {fresh:.1f} ± {fresh_std:.1f} | {winners:.0f} | {random:.0f} | "
-            "{uniform:.0f} | {effective:.1f} | {fresh_effective:.1f} | {above} | {below}"
+            "{uniform:.0f} | {effective:.1f} | {fresh_effective:.1f}"
         )
         .format(**row)
         .split(" | ")
@@ -88,9 +79,7 @@ def tables(report: dict[str, Any]) -> dict[str, str]:
         **{name: str(report[name]) for name in ("data", "tokens", "heads", "delta")},
         "least": f"{min(times):.1f}",
         "most": f"{max(times):.1f}",
-        "beyond": str(sum(row["beyond_nulls"] for row in rows)),
-        "above": str(sum(row["above"] for row in rows)),
-        "table": markdown_table((*names, "effective, trained", "initial", "high", "low"), cells),
+        "table": markdown_table((*names, "effective, trained", "initial"), cells),
     }
 
 

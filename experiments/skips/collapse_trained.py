@@ -55,11 +55,11 @@ def measured(model: nn.Module, batches: list[dict[str, Any]], scale: float) -> d
     with torch.no_grad():
         for value in skips.values():
             value.fill_(scale)
-    layers = rw.audit(model, batches).layers
+    states = rw.audit(model, batches).states
     loss = mean_loss(model, batches) if hasattr(model, "lm_head") else None
     rw.remove_lambda_skip(model)
-    share = [round(layer.spread, 4) for layer in layers]
-    rank = [round(layer.effective_rank, 2) for layer in layers]
+    share = [round(state.spread, 4) for state in states]
+    rank = [round(state.effective_rank, 2) for state in states]
     return {"scale": scale, "share": share, "rank": rank, "loss": loss}
 
 

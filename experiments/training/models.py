@@ -20,7 +20,7 @@ from transformers import (
 from experiments.tasks.task import Task
 from experiments.training.config import TrainingConfig
 from rankwise._internals.rotary import ROPE_BASE
-from rankwise.models import MIXERS, ToSTConfig
+from rankwise.models import MIXERS, TokenStatisticsAttention, ToSTConfig
 from rankwise.models.mixers import RecurrentMixer
 from rankwise.ops import half_lives
 
@@ -38,7 +38,7 @@ Fields = Callable[[TrainingConfig], dict[str, Any]]
 
 
 def build_model(config: TrainingConfig, task: Task) -> PreTrainedModel:
-    return HEADS[task.kind].from_config(model_config(config, task))
+    return _make_model(model_config(config, task), task)
 
 
 def model_config(config: TrainingConfig, task: Task) -> PreTrainedConfig:
@@ -60,8 +60,19 @@ def model_config(config: TrainingConfig, task: Task) -> PreTrainedConfig:
 
 def parameter_count(made: PreTrainedConfig, task: Task) -> int:
     with torch.device("meta"):
-        model = HEADS[task.kind].from_config(made)
+        model = _make_model(made, task)
     return sum(weight.numel() for weight in model.parameters())
+
+
+def _make_model(made: PreTrainedConfig, task: Task) -> PreTrainedModel:
+    """Build a model; the temperature of `tost-uniform` is 0 and not learned, so all memberships are 1 / H."""
+    model = HEADS[task.kind].from_config(made)
+    if getattr(made, "uniform_memberships", False):
+        for module in model.modules():
+            if isinstance(module, TokenStatisticsAttention):
+                del module.temperature
+                module.register_buffer("temperature", torch.zeros(module.num_heads))
+    return model
 
 
 def _make_config(config: TrainingConfig, task: Task, feed_forward: int | None) -> PreTrainedConfig:
@@ -129,7 +140,7 @@ MODELS: dict[str, Fields] = {
     "transformer": lambda config: {},
     "tost": _mixer("tssa"),
     "tost-decayed": _decayed(),
-    "tost-uniform": _mixer("tssa", membership="uniform"),
+    "tost-uniform": _mixer("tssa", uniform_memberships=True, position_bias=False),
     "tost-hybrid": _decayed(hybrid=True, mixer_options=ROTARY),
     "tost-scan": _decayed(mixer_options=CONTENT),
     "tost-scan-hybrid": _decayed(hybrid=True, mixer_options=CONTENT | ROTARY),

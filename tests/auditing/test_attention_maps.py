@@ -86,7 +86,7 @@ def test_an_audit_keeps_the_matrices_of_two_sequences(tmp_path, apart: bool) -> 
     mask[0, 9:] = 0
     batch = {"input_ids": ids, "attention_mask": mask}
     halves = [{name: part[at : at + 1] for name, part in batch.items()} for at in (0, 1)]
-    audit = rw.audit(model, halves if apart else [batch, batch], matrices="all", tokenizer=Words())
+    audit = rw.audit(model, halves if apart else [batch, batch], attention_maps="all", tokenizer=Words())
     audit = rw.Audit.load(audit.save(tmp_path / "audit.json"))
     with rw.capture(model) as trace, torch.no_grad():
         model(**batch)
@@ -104,7 +104,7 @@ def test_an_audit_keeps_the_matrices_of_two_sequences(tmp_path, apart: bool) -> 
 
 def test_chosen_heads_have_maps() -> None:
     model = hugging_face("LlamaModel", **LLAMA)()
-    audit = rw.audit(model, [token_ids(1)], matrices="1:2, 0:0,9:9")
+    audit = rw.audit(model, [token_ids(1)], attention_maps="1:2, 0:0,9:9")
     assert {(h.layer, h.head) for h in audit.heads if h.attention_map} == {(0, 0), (1, 2)}
     assert "no such head to keep the matrix of: 9:9" in audit.provenance.notes
     runs = []
@@ -112,10 +112,10 @@ def test_chosen_heads_have_maps() -> None:
         model.register_forward_hook(lambda *_: runs.append(1)),
         pytest.raises(InputError, match=r"layers 0–\d, numbers 0–3, got 9:9") as refused,
     ):
-        rw.audit(model, [token_ids(1)] * 2, matrices="9:9")
+        rw.audit(model, [token_ids(1)] * 2, attention_maps="9:9")
     assert len(runs) == 1
     assert not hasattr(refused.value, "audit")
-    plain, kept = (rw.audit(model, [token_ids(1)], matrices=matrices) for matrices in (None, "flagged"))
+    plain, kept = (rw.audit(model, [token_ids(1)], attention_maps=matrices) for matrices in (None, "flagged"))
     assert all(h.attention_map is None for h in plain.heads)
     flagged = {f.where.head for f in plain.findings if f.where.head is not None}
     assert bool(flagged) == any(h.attention_map for h in kept.heads)

@@ -12,7 +12,7 @@ from rankwise.auditing import measure
 from rankwise.auditing.examples import Examples, TokenNames, patch_grid, peak_name
 from rankwise.models import ToSTConfig, ToSTForImageClassification
 from rankwise.operators import DenseMixing
-from rankwise.tracing import MixerSite
+from rankwise.tracing import CapturedMixer
 
 
 class Words:
@@ -56,7 +56,7 @@ def test_the_most_frequent_name_wins_and_among_equals_the_longest() -> None:
 def test_the_peak_of_a_head_is_named_without_padding() -> None:
     real = torch.tensor([[False, True, True, True]])
     operator = DenseMixing(torch.eye(4)[None, None])
-    site = MixerSite("attention", 0, "softmax", operator, valid_tokens=real, valid_sources=real)
+    site = CapturedMixer("attention", 0, "softmax", operator, valid_tokens=real, valid_sources=real)
     names = TokenNames(Words()).peaks(site, {"input_ids": torch.tensor([[9, 1, 2, 3]])}, [[1]])
     assert names == [[["w2, token 1", "token 1", "w2"]]]
 

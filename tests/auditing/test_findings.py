@@ -10,7 +10,6 @@ from tests.support.records import (
     HeadImportance,
     RemovableSet,
     audit,
-    band,
     changed,
     head,
     heads,
@@ -43,7 +42,7 @@ Fields = dict[str, Any]
 CONSTANT = {"stable_rank": 1.05, "row_spread": 0.2}
 NARROW = {"width": 15, "required_head_dim": 2}
 SINK = {"max_token_mass": 0.95}
-LOW, HIGH = {"numerical_rank": 3}, {"numerical_rank": 30}
+BROKEN = {"nonfinite": 1}
 TWINS = [{"nearest_head": 1 - at, "nearest_head_distance": 0.05} for at in range(2)]
 
 CASES: dict[str, tuple[str, Fields, Fields]] = {
@@ -51,8 +50,6 @@ CASES: dict[str, tuple[str, Fields, Fields]] = {
     "distance": ("CONSTANT", CONSTANT, CONSTANT | {"row_spread": 0.4}),
     "rank 1": ("CONSTANT", CONSTANT, CONSTANT | {"stable_rank": 1.2}),
     "identity": ("IDENTITY", {"identity_distance": 0.09}, {"identity_distance": 0.11}),
-    "high": ("HIGH_RANK", {"numerical_rank": 26}, {"numerical_rank": 25}),
-    "low": ("LOW_RANK", {"numerical_rank": 10}, {"numerical_rank": 11}),
     "half": ("OVERSIZED_HEADS", {"width": 10, "required_head_dim": 4}, {"width": 10, "required_head_dim": 5}),
     "zero": ("OVERSIZED_HEADS", {"width": 8, "required_head_dim": 1}, {"width": 8, "required_head_dim": 0}),
     # 2 sequences of 32 tokens less their means: 62 tokens, 4 per channel
@@ -102,7 +99,7 @@ def test_a_finding_of_a_layer_appears_at_its_threshold(
     code: str, just: list[StateRecord], not_quite: list[StateRecord]
 ) -> None:
     [finding] = diagnose((), just, ())
-    assert (finding.code, finding.where.layer) == (code, just[-1].layer)
+    assert (finding.code, finding.evidence["blocks"]) == (code, just[-1].blocks)
     assert diagnose((), not_quite, ()) == []
 
 
@@ -129,7 +126,7 @@ def test_the_reference_has_the_codes_and_their_severities() -> None:
 
 
 def test_every_code_is_known() -> None:
-    assert check_codes(["collapse", "high-rank"]) == ["COLLAPSE", "HIGH_RANK"]
+    assert check_codes(["collapse", "inactive-block"]) == ["COLLAPSE", "INACTIVE_BLOCK"]
     with pytest.raises(InputError, match="Did you mean COLLAPSE"):
         check_codes(["COLAPSE"])
 
@@ -232,12 +229,6 @@ def test_duplicates_include_a_head_without_another_finding() -> None:
         assert sorted(codes(*heads(*both))) == ["DUPLICATE_HEADS", "SINK"]
 
 
-def test_ranks_beyond_the_references_are_a_finding_per_mixer() -> None:
-    finding = only(*heads(*({"numerical_rank": 2 + at} for at in range(4))))
-    assert (finding.code, finding.evidence["heads"]) == ("LOW_RANK", 4)
-    assert finding.where.head == 0  # the most extreme
-
-
 def test_oversized_heads_are_a_finding_per_mixer_at_the_least_required_width() -> None:
     finding = only(*heads(*({"width": 12, "required_head_dim": needed} for needed in (12, 4, 3, 5))))
     assert (finding.code, finding.where.head, finding.heads) == ("OVERSIZED_HEADS", 2, [1, 2])
@@ -247,7 +238,7 @@ def test_oversized_heads_are_a_finding_per_mixer_at_the_least_required_width() -
 
 def test_a_collapse_is_at_its_first_layer_and_each_stack_has_its_own() -> None:
     [finding] = diagnose((), token_states(0.9, 0.8, 0.03, 0.02), ())
-    assert (finding.severity, finding.where.layer) == ("error", 2)
+    assert (finding.severity, finding.where, finding.evidence["blocks"]) == ("error", Address("h"), 2)
     assert finding.evidence["spread_lowest"] == 0.02
     stacks = [token_state(at, value, stack=name) for at, value in enumerate((0.9, 0.02)) for name in "ab"]
     assert [finding.where.stack for finding in diagnose((), stacks, ())] == ["a", "b"]
@@ -266,8 +257,8 @@ def test_modules_that_were_not_captured_are_counted_by_class() -> None:
     ]
     [finding] = diagnose((), (), modules)
     assert finding.evidence == {"modules": 3}
-    assert finding.remedy.startswith("write an adapter ")
-    assert finding.remedy.endswith("`rw.audit(model, batches, sites={'h.0.mamba': adapter})`")
+    assert finding.remedy.startswith("write a function ")
+    assert finding.remedy.endswith("`rw.audit(model, batches, sites={'h.0.mamba': operator_of})`")
 
 
 def test_the_most_severe_findings_are_first() -> None:
@@ -275,51 +266,6 @@ def test_the_most_severe_findings_are_first() -> None:
     found = diagnose(heads({"identity_distance": 0.0}, long, {"nonfinite": 1}, SINK), (), ())
     assert [finding.severity for finding in found] == ["error", "warning", "info", "info"]
     assert [finding.code for finding in found[2:]] == ["IDENTITY", "SINK"]
-
-
-NULLS = {"one_hot_rank": 20.0, "random_rank": 20.0, "uniform_rank": 20.0}
-
-
-@pytest.mark.parametrize(("rank", "code", "usual"), [(26, "HIGH_RANK", 21.0), (9, "LOW_RANK", 17.0)])
-@pytest.mark.parametrize("null", NULLS)
-def test_a_rank_is_beyond_all_known_references(null: str, rank: int, code: str, usual: float) -> None:
-    assert codes(head(numerical_rank=rank, **NULLS)) == [code]
-    assert codes(head(numerical_rank=rank, **NULLS | {null: usual})) == []
-    assert codes(head(numerical_rank=rank, **NULLS | {null: math.nan})) == [code]
-
-
-@pytest.mark.parametrize("step", range(5))
-def test_a_rank_is_beyond_the_references_at_every_threshold(step: int) -> None:
-    for rank, changes in (
-        (26, [{name: {step: 21.0}} for name in NULLS] + [{"rank_low": {step: 25.0}}]),
-        (26, [{name: {step: math.nan} for name in NULLS}]),
-        (9, [{name: {step: 17.0}} for name in NULLS] + [{"rank_high": {step: 10.0}}]),
-    ):
-        beyond = {"numerical_rank": rank, **NULLS}
-        for change in changes:
-            assert codes(head(**beyond, band=band(head(**beyond).model_dump(), **change))) == []
-
-
-def test_a_rank_beyond_the_references_names_its_band_and_the_references() -> None:
-    finding = only(head(numerical_rank=26, one_hot_rank=16.0, uniform_rank=1.0))
-    assert finding.evidence == {
-        "heads": 1, "of": 1, "numerical_rank": 26, "one_hot_rank": 16, "uniform_rank": 1,
-        "delta_low": pytest.approx(0.01 / math.sqrt(10)), "delta_high": pytest.approx(0.01 * math.sqrt(10)),
-    }  # fmt: skip
-    assert finding.meaning == (
-        "1 of 1 heads have over 1.25 times the rank of each reference (of 32: one-hot rows 16, "
-        "equal weights 1), whatever δ from 0.0032 to 0.032."
-    )
-
-
-def test_the_head_farthest_beyond_the_nearest_reference_is_named() -> None:
-    near, far = {"numerical_rank": 31, "random_rank": 24.0}, {"numerical_rank": 29, "random_rank": 10.0}
-    finding = only(*heads(near, far, near))
-    assert (finding.where.head, finding.evidence["heads"]) == (1, 3)
-
-
-def test_a_record_without_a_band_is_not_judged() -> None:
-    assert codes(head(numerical_rank=32, band=[])) == []
 
 
 def outcomes(before: Audit, after: Audit) -> list[str]:
@@ -377,12 +323,6 @@ def attention(self: Fields, cross: Fields) -> Audit:
 
 REPLACED = ["new", "resolved"]
 OUTCOMES: dict[str, tuple[Audit, Audit, list[str]]] = {
-    "another head of the mixer is lowest": (
-        audit(heads(LOW, {"numerical_rank": 4})), audit(heads({"numerical_rank": 4}, LOW)), ["unchanged"],
-    ),
-    "another head of the mixer is highest": (
-        audit(heads(HIGH, {"numerical_rank": 31})), audit(heads({"numerical_rank": 31}, HIGH)), ["unchanged"],
-    ),
     "another head of the mixer is NaN": (
         audit(heads({"nonfinite": 1}, {})), audit(heads({}, {"nonfinite": 1})), ["unchanged"],
     ),
@@ -390,9 +330,8 @@ OUTCOMES: dict[str, tuple[Audit, Audit, list[str]]] = {
     "another head is the identity": (
         audit(heads({"identity_distance": 0}, {})), audit(heads({}, {"identity_distance": 0})), REPLACED,
     ),
-    "self- and cross-attention": (attention(LOW, {}), attention({}, LOW), REPLACED),
-    "same attention": (attention(LOW, LOW), attention(LOW, LOW), ["unchanged"] * 2),
-    "from below to above": (audit(heads(LOW)), audit(heads(HIGH)), REPLACED),
+    "self- and cross-attention": (attention(BROKEN, {}), attention({}, BROKEN), REPLACED),
+    "same attention": (attention(BROKEN, BROKEN), attention(BROKEN, BROKEN), ["unchanged"] * 2),
     "one of two calls": (
         audit(heads(SINK), heads(SINK)), audit(heads(SINK), heads({})), ["unchanged", "resolved"],
     ),
@@ -415,8 +354,7 @@ OUTCOMES: dict[str, tuple[Audit, Audit, list[str]]] = {
     "stronger sink": (one(max_token_mass=0.91), one(max_token_mass=0.99), ["worse"]),
     "nearer the identity": (one(identity_distance=0.09), one(identity_distance=0.01), ["worse"]),
     "nearer a constant": (one(**CONSTANT), one(**CONSTANT | {"row_spread": 0.1}), ["worse"]),
-    "more low heads": (audit(heads(LOW, {})), audit(heads(LOW, LOW)), ["worse"]),
-    "other low head": (audit(heads({}, LOW)), audit(heads(LOW, {})), ["unchanged"]),
+    "more broken heads": (audit(heads(BROKEN, {})), audit(heads(BROKEN, BROKEN)), ["worse"]),
     "fewer uncaptured": (missed(0, 1, 2), missed(1, 2), ["better"]),
     "uncaptured for another reason": (missed(0), missed(0, reason="written in C++"), REPLACED),
     "captured": (missed(0), missed(), ["resolved"]),
@@ -443,12 +381,12 @@ def test_findings_in_another_order_are_unchanged() -> None:
     sinks = [{"max_token_mass": 0.95 - at / 100} for at in range(3)]
     reason = "called, but nothing was seen"
     whole = audit(
-        heads(*near, *sinks, LOW),
+        heads(*near, *sinks),
         states=token_states(0.9, 0.2, 0.02),
         uncaptured=[UncapturedModule(name="h.0.mixer", type="Mixer", reason=reason)],
     )
     found = {finding.code for finding in whole.findings}
-    assert found >= {"COLLAPSE", "DUPLICATE_HEADS", "SINK", "LOW_RANK", "NOT_CAPTURED"}
+    assert found >= {"COLLAPSE", "DUPLICATE_HEADS", "SINK", "NOT_CAPTURED"}
     assert compare(whole, whole).is_empty
     for after in (whole, changed(whole, findings=whole.findings[::-1])):
         assert outcomes(whole, after) == ["unchanged"] * len(whole.findings)
@@ -478,7 +416,7 @@ STATES = token_states(0.9, 0.8)
     ("found", "sentence"),
     [
         (audit(heads({}), states=STATES), HEALTHY),
-        (audit(heads(LOW, HIGH), states=STATES), HEALTHY),  # a rank is no fault
+        (audit(heads({"numerical_rank": 3}), states=STATES), HEALTHY),  # a rank is not a fault
         (audit(heads({})), "Healthy: no constant heads, no duplicate heads."),
         (audit([], states=STATES), "Healthy: no collapse through depth, no inactive blocks."),
         (audit(heads({}, tokens=5, sources=5)), "Nothing to judge: sequences have fewer than 8 tokens."),
@@ -505,14 +443,16 @@ def test_a_verdict_counts_an_inactive_block_as_its_finding_does() -> None:
     assert found.verdict.sentence == "Worth a look: inactive blocks in layer 1."
 
 
-def test_the_place_of_token_states_is_the_number_of_blocks_passed() -> None:
-    """The layer in the address of token states is one above that of the block that wrote them."""
+def test_the_place_of_a_finding_is_an_address_of_blocks_and_heads() -> None:
+    """The evidence of a collapse says after how many blocks; its place is the stack."""
     before, after = audit([], states=token_states(0.9, 0.8)), audit([], states=token_states(0.9, 0.02))
     [finding] = after.findings
-    assert finding.place == "h after 1 block"
-    assert "'h after 1 block'" in repr(finding)
+    assert (finding.place, finding.evidence["blocks"]) == ("h", 1)
     [[item]] = [listed.items for listed in finding_lists(compare(before, after))]
-    assert item.place == "h after 1 block"
+    assert item.place == "h"
+    earlier = compare(audit([], states=token_states(0.9, 0.8, 0.02)), after)
+    [[item]] = [listed.items for listed in finding_lists(earlier)]
+    assert ("blocks passed", "2 → 1") in item.facts
     assert only(head(**CONSTANT)).place == "h layer 0 head 0"
 
 
@@ -524,14 +464,14 @@ def test_a_verdict_counts_broken_states_by_the_block_that_wrote_them() -> None:
     )
     assert head_and_state.verdict.sentence == "Not healthy: NaN or infinity in layer 0."
     embedding = audit([], states=[token_state(0, math.nan, nonfinite=1)])
-    assert embedding.verdict.sentence == "Not healthy: NaN or infinity in layer 0."
+    assert embedding.verdict.sentence == "Not healthy: NaN or infinity in the input."
 
 
 def test_the_first_broken_place_comes_first() -> None:
     states = [token_state(at, 0.9 if at < 1 else math.nan, nonfinite=2 * (at > 0)) for at in range(3)]
     mixers = [[head(layer=at, site=f"h.{at}", nonfinite=2 * (at > 0))] for at in range(2)]
-    places = [finding.place for finding in audit(*mixers, states=states).findings]
-    assert places == ["h after 1 block", "h layer 1 head 0", "h after 2 blocks"]
+    places = [(finding.place, *finding.heads) for finding in audit(*mixers, states=states).findings]
+    assert places == [("h layer 0",), ("h layer 1 head 0", 0), ("h layer 1",)]
 
 
 @pytest.mark.parametrize("found", [audit([], states=token_states(0.9, 0.02)), audit(heads({"nonfinite": 1}))])
@@ -609,22 +549,13 @@ def test_the_cheapest_head_is_priced_by_what_costs_are_compared_with(
     assert found.verdict.no_action.endswith(f"(layer 0 head 0) costs {words}")
 
 
-@pytest.mark.parametrize(
-    ("option", "fields"),
-    [
-        (["--importance", "estimate"], SINK),
-        (["--baseline"], {"numerical_rank": 30}),
-    ],
-)
-def test_no_audit_is_advised_that_was_just_run(option: list[str], fields: Fields) -> None:
-    found = audit(heads(fields))
-    for arguments, repeated in (([["m"]], False), ([["m"], option], True)):
+def test_no_audit_is_advised_that_was_just_run() -> None:
+    found = audit(heads(SINK))
+    for arguments, repeated in (([["m"]], False), ([["m"], ["--importance", "estimate"]], True)):
         about = found.provenance.model_copy(update={"arguments": arguments})
         (finding,) = diagnose(found.heads, (), (), provenance=about)
         assert ("rankwise audit m" in finding.remedy) != repeated
-        assert (finding.remedy in changed(found, findings=[finding]).verdict.actions) != repeated or (
-            finding.code == "HIGH_RANK"
-        )
+        assert (finding.remedy in changed(found, findings=[finding]).verdict.actions) != repeated
 
 
 @pytest.mark.parametrize(

@@ -177,5 +177,7 @@ def test_sites_of_a_trace_are_shown_on_one_line() -> None:
         model(**token_ids())
     heads = trace.mixers[0].operator.shape[1]
     assert repr(trace.mixers[0]).endswith(f"layer 0, softmax, operator (2, {heads}, 12, 12))")
-    assert repr(trace.states[0]).startswith(f"StateSite({trace.states[0].name!r}, layer 0, tokens (2, 12, ")
+    assert repr(trace.states[0]).startswith(
+        f"CapturedState({trace.states[0].name!r}, layer 0, tokens (2, 12, "
+    )
     assert len(repr(trace).splitlines()) == 1

@@ -121,7 +121,7 @@ assert any(change.measure == "attention_distance" for change in changes)
 out = Console(file=io.StringIO(), width=100)
 print_document(audit_document(audit), out, verbose=True)
 print_document(comparison_document(rw.compare(audit, other)), out)
-assert "looks" in out.file.getvalue()
+assert "distance" in out.file.getvalue()
 assert "attention distance" in out.file.getvalue()
 assert "Attention distance" in audit.to_html(Path("page.html")).read_text(encoding="utf-8")
 """
@@ -142,7 +142,7 @@ def test_a_measure_is_a_function_and_a_row_as_contributing_says(tmp_path: Path) 
     edit("measures/rows.py", "row_walk import (\n", "row_walk import (\n    Away,\n")
     end = "\n\nclass StateMeasures"
     edit("auditing/measure_table.py", end, f"\n{textwrap.indent(row, '    ')}\n{end}")
-    call = f"import pytest\n{test}\ntest_a_shift_looks_as_far_away_as_it_shifts()\nprint('added')"
+    call = f"import pytest\n{test}\ntest_the_attention_distance_of_a_shift_is_the_shift()\nprint('added')"
     done = subprocess.run(
         [sys.executable, "-c", f"{AUDITED}\n{call}"],
         capture_output=True,

@@ -42,7 +42,7 @@ def assert_alike(one: HeadRecord, other: HeadRecord) -> None:
 )
 def test_an_estimate_of_small_heads_is_exact(family, sizes, batch):
     model = hugging_face(family, **sizes)()
-    exact, estimated = (rw.audit(model, [batch], method=method) for method in ("exact", "estimate"))
+    exact, estimated = (rw.audit(model, [batch], rank_method=method) for method in ("exact", "estimate"))
     for one, other in zip(exact.heads, estimated.heads, strict=True):
         assert_alike(one, other)
         assert (one.estimated, other.estimated) == (0, one.sequences)
@@ -58,7 +58,7 @@ def test_the_method_depends_on_the_tokens_of_each_sequence_without_padding(monke
     monkeypatch.setattr(measure, "EXACT_BYTES", 8 * 8 * 8)
     model = hugging_face("BertModel", **BERT)()
     mixed = rw.audit(model, [padded([12, 8, 3])])
-    exact = rw.audit(model, [padded([12, 8, 3])], method="exact")
+    exact = rw.audit(model, [padded([12, 8, 3])], rank_method="exact")
     heads = len(mixed.heads)
     assert {head.estimated for head in mixed.heads} == {1}
     spectra = f"{2 * heads} of {3 * heads} spectra exact, the others estimated"
@@ -108,8 +108,8 @@ def test_a_count_that_cannot_be_resolved_is_an_interval(monkeypatch):
     monkeypatch.setattr(measure, "STEPS", 4)
     model = hugging_face("LlamaModel", **LLAMA)()
     batches, delta = [token_ids(1, 60), token_ids(1, 4, seed=2)], 0.02
-    exact = rw.audit(model, batches, delta, method="exact")
-    coarse = rw.audit(model, batches, delta, method="estimate")
+    exact = rw.audit(model, batches, delta, rank_method="exact")
+    coarse = rw.audit(model, batches, delta, rank_method="estimate")
     # four products with eight vectors do not resolve σ near 0.02
     assert any(math.isnan(head.numerical_rank) for head in coarse.heads)
     for one, other in zip(coarse.heads, exact.heads, strict=True):

@@ -117,7 +117,7 @@ def merged(finding: Finding) -> None:
 def without_block(finding: Finding) -> None:
     model = switched_off()
     before = model(tokens())
-    assert finding.where.layer == 2
+    assert finding.where.layer == 1
     del model.blocks[1]
     assert (model(tokens()) - before).norm() < 0.05 * before.norm()
 
@@ -164,7 +164,7 @@ FOLLOWED: dict[str, Callable[[Finding], None]] = {
 }
 LEADS = (
     "see which names the checkpoint has instead, ",
-    "write an adapter that returns its operator (docs/reference/models.md, sites by hand), then ",
+    "write a function that returns its operator (docs/reference/models.md, sites by hand), then ",
     "see whether half precision overflowed, ",
     "if it did not, the cause is in the inputs or the weights, ",
     "the cause is in the inputs or the weights, ",
@@ -267,7 +267,7 @@ def unseen() -> nn.Module:
     return Stack([Block(Attention(False)), Block(Sums())])
 
 
-def adapter(
+def operator_of(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> rw.operators.DenseMixing:
     (x,) = args
@@ -286,8 +286,6 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "CONSTANT": (designed, tokens),
     "IDENTITY": (designed, tokens),
     "DUPLICATE_HEADS": (designed, tokens),
-    "HIGH_RANK": (designed, tokens),
-    "LOW_RANK": (lambda: designed(causal=True), tokens),
     "OVERSIZED_HEADS": (over_wide, ids),
     "REMOVABLE": (redundant, ids),
     "NONFINITE": (broken, ids),
@@ -295,9 +293,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "NOT_CAPTURED": (unseen, tokens),
     "RANDOM_WEIGHTS": (bert, ids),
     "SINK estimated": (designed, tokens),
-    "HIGH_RANK estimated": (designed, tokens),
 }
-WITH_COSTS = ("REMOVABLE", "SINK estimated", "HIGH_RANK estimated")
+WITH_COSTS = ("REMOVABLE", "SINK estimated")
 LACKS = {
     "model": "lacks", "model_class": "transformers.models.bert.modeling_bert.BertForMaskedLM",
     "random_weights": ["bert.encoder.layer.0.attention.self.query.weight"],
@@ -381,7 +378,14 @@ def test_every_remedy_can_be_followed_in_python(case: str, folder: Path) -> None
     audit = rw.audit(model, [batch], importance=case in WITH_COSTS, provenance=about)
     if "advised" in case or "unnamed" in case:
         audit = rw.skips.recommend(audit, model, batch)
-    names = {"rw": rw, "model": model, "batches": [batch], "batch": batch, "audit": audit, "adapter": adapter}
+    names = {
+        "rw": rw,
+        "model": model,
+        "batches": [batch],
+        "batch": batch,
+        "audit": audit,
+        "operator_of": operator_of,
+    }
     finding = of(case.split()[0], audit)
     assert "rankwise " not in finding.remedy
     assert ("try_lambdas(lambda" in finding.remedy) == ("with labels" in case)
@@ -393,9 +397,9 @@ def test_every_remedy_of_a_factory_can_be_followed(case: str, folder: Path) -> N
     (folder / "my models" / "net.py").write_text(FACTORY.format(case=case))
     audit = audited("my models/net.py:build", *["--importance"] * (case in WITH_COSTS))
     finding, model = of(case.split()[0], audit), CASES[case][0]()
-    shell = ("COLLAPSE", "INACTIVE_BLOCK", "RANK", "OVERSIZED", "REMOVABLE", "in half", "SINK", "CONSTANT")
+    shell = ("COLLAPSE", "INACTIVE_BLOCK", "OVERSIZED", "REMOVABLE", "in half", "SINK", "CONSTANT")
     assert ("rankwise " in finding.remedy) == ("unnamed" not in case and any(map(case.count, shell)))
-    follow(finding, {"rw": rw, "model": model, "batches": [tokens()], "adapter": adapter})
+    follow(finding, {"rw": rw, "model": model, "batches": [tokens()], "operator_of": operator_of})
 
 
 IN_FOLDERS = (
@@ -530,7 +534,7 @@ def test_the_remedy_for_an_uncaptured_module_captures_it() -> None:
     model, batch = unseen(), tokens()
     finding = of("NOT_CAPTURED", rw.audit(model, [batch]))
     (code,) = [words for words, is_code in split_code(finding.remedy) if is_code]
-    again = eval(code, {"rw": rw, "model": model, "batches": [batch], "adapter": adapter})
+    again = eval(code, {"rw": rw, "model": model, "batches": [batch], "operator_of": operator_of})
     assert "NOT_CAPTURED" not in codes(again)
     assert finding.where.site in {head.site for head in again.heads}
 
@@ -735,7 +739,7 @@ def test_what_is_promised_for_shared_key_heads_comes_out(key_heads: int, folder:
 
 
 def test_the_remedies_of_the_demo_keep_their_promises(folder: Path) -> None:
-    found = outcomes(audited("--tokens", "64", "--matrices", "0:0", "--baseline-seeds", "1"))
+    found = outcomes(audited("--tokens", "64", "--attention-maps", "0:0", "--at-init-seeds", "1"))
     assert "REMOVABLE" in {one.code for one in found}
     assert all(one.holds for one in found), found
 

@@ -60,11 +60,11 @@ def test_numbers_equal_a_direct_svd_of_output_attentions() -> None:
 def test_spread_of_layers_equals_the_spread_of_hidden_states() -> None:
     model = bert()
     with torch.no_grad():
-        states = model(**token_ids(), output_hidden_states=True).hidden_states
-    wanted = [rw.measures.spread(tokens).mean().item() for tokens in states]
-    layers = rw.audit(model, [token_ids()]).layers
-    assert [layer.layer for layer in layers] == [0, 1, 2, 3]
-    assert [layer.spread for layer in layers] == pytest.approx(wanted, rel=1e-12)
+        hidden = model(**token_ids(), output_hidden_states=True).hidden_states
+    wanted = [rw.measures.spread(tokens).mean().item() for tokens in hidden]
+    states = rw.audit(model, [token_ids()]).states
+    assert [state.blocks for state in states] == [0, 1, 2, 3]
+    assert [state.spread for state in states] == pytest.approx(wanted, rel=1e-12)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

@@ -17,7 +17,7 @@ from rankwise.importance import ImportanceSettings
 DATA = {"model", "batches", "texts", "tokens", "batch_size"}
 WRONG = [
     ({"delta": "x"}, r"`delta`: expected a number in \(0, ∞\), got 'x'"),
-    ({"method": "estimated"}, r"`method`: expected one of auto, exact, estimate, got .*mean"),
+    ({"rank_method": "estimated"}, r"`rank_method`: expected one of auto, exact, estimate, got .*mean"),
     ({"sites": ["layers.0"]}, "`sites`"),
     ({"sites": {"layers.0": 3}}, "`sites`"),
     ({"blocks": 3}, "`blocks`"),
@@ -25,8 +25,11 @@ WRONG = [
     ({"baseline": 0}, "`baseline`"),
     ({"importance": "yes"}, "`importance`"),
     ({"loss": "masked"}, "`loss`: expected True or False"),
-    ({"matrices": "1"}, '`matrices`: expected "flagged", "all"'),
-    *(({"matrices": wrong}, "`matrices`") for wrong in ("3:x", "", "3:7;5:0", [], [3], 7, [("a", 1)])),
+    ({"attention_maps": "1"}, '`attention_maps`: expected "flagged", "all"'),
+    *(
+        ({"attention_maps": wrong}, "`attention_maps`")
+        for wrong in ("3:x", "", "3:7;5:0", [], [3], 7, [("a", 1)])
+    ),
     ({"tokenizer": 3}, "`tokenizer`.* got int"),
     ({"provenance": {"modle": "m"}}, "Did you mean model"),
     ({"on_progress": 3}, "`on_progress`: expected a function"),
@@ -52,16 +55,16 @@ def test_wrong_options_are_refused_before_the_model_runs(options, says) -> None:
 
 def test_an_unknown_option_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(
-        RankwiseError, match=r"option of `rankwise.audit`: .*got .metod.\. Did you mean method"
+        RankwiseError, match=r"option of `rankwise.audit`: .*got .rank_metod.\. Did you mean rank_method"
     ):
-        AuditSettings.of(metod="exact")
+        AuditSettings.of(rank_metod="exact")
 
 
 def test_options_are_the_arguments_of_an_audit() -> None:
     arguments = inspect.signature(rw.audit).parameters
     assert set(arguments) - DATA == set(AuditOptions.__annotations__)
     fields = {field.name for field in dataclasses.fields(AuditSettings)}
-    assert fields ^ set(AuditOptions.__annotations__) == {"maps", "matrices", "loss"}
+    assert fields ^ set(AuditOptions.__annotations__) == {"maps", "attention_maps", "loss"}
     defaults = {name: arguments[name].default for name in AuditOptions.__annotations__}
     assert AuditSettings.of(**defaults) == AuditSettings.of() == AuditSettings()
 

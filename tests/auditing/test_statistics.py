@@ -107,8 +107,8 @@ def test_the_nearest_head_has_the_least_mean_distance_over_all_sequences() -> No
 
 def test_estimates_keep_their_standard_errors() -> None:
     layer, batches = layer_and_batches(2, (12, 9))
-    apart = [rw.audit(layer, [batch], method="estimate") for batch in batches]
-    whole = rw.audit(layer, batches, method="estimate")
+    apart = [rw.audit(layer, [batch], rank_method="estimate") for batch in batches]
+    whole = rw.audit(layer, batches, rank_method="estimate")
     assert compared(whole, rw.Audit.merge(apart)) == []
     assert math.isfinite(whole.heads[0].stderr["effective_rank"])
     assert whole.provenance.method.startswith("estimated")
@@ -212,7 +212,7 @@ def test_sequences_in_two_audits_are_refused_with_both_names(model, sequences, s
         str(audit.save(tmp_path / f"{name}.json"))
         for name, audit in zip("ab", [shards[0], both], strict=True)
     ]
-    merged = CliRunner().invoke(app, ["audit", "--merge", *files, "--out", str(tmp_path / "out")])
+    merged = CliRunner().invoke(app, ["merge", *files, "--out", str(tmp_path / "out")])
     assert re.search(r"got the same in .*a\.json and .*b\.json", str(merged.exception))
     assert not (tmp_path / "out").exists()
 
@@ -221,7 +221,7 @@ def test_sequences_in_two_audits_are_refused_with_both_names(model, sequences, s
 def test_a_merge_replaces_no_audit(out, shards, tmp_path) -> None:
     files = [audit.save(tmp_path / name / "audit.json") for name, audit in zip("abc", shards, strict=False)]
     before = [file.read_bytes() for file in files]
-    words = ["audit", "--merge", str(tmp_path / "a"), str(files[1]), "--out", str(tmp_path / out)]
+    words = ["merge", str(tmp_path / "a"), str(files[1]), "--out", str(tmp_path / out)]
     merged = CliRunner().invoke(app, words)
     assert "expected a folder without other audits, got the audit of one model" in str(merged.exception)
     assert [file.read_bytes() for file in files] == before
@@ -315,9 +315,9 @@ def test_types_that_hold_the_rank_of_a_head_are_in_few_files() -> None:
     from rankwise.auditing.measure import HeadBatch
     from rankwise.auditing.statistics import MEANS, RANKS
     from rankwise.measures import Estimate, RankEstimates, RankSummary
-    from rankwise.tracing import MixerSite
+    from rankwise.tracing import CapturedMixer
 
-    holders = (MixerSite, RankSummary, RankEstimates, Estimate, HeadBatch, HeadStatistics, Moments)
+    holders = (CapturedMixer, RankSummary, RankEstimates, Estimate, HeadBatch, HeadStatistics, Moments)
     files = {kind.__module__ for kind in (*holders, HeadRecord)}
     assert len(files) <= 8, files
     assert set(MEANS) | set(RANKS) <= set(HeadRecord.model_fields)

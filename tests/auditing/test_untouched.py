@@ -74,7 +74,7 @@ def test_each_batch_runs_once_and_nothing_changes(name: str, method: Any) -> Non
     model.register_forward_pre_hook(lambda *_: runs.append(1))
     torch.manual_seed(5)
     with untouched(model):
-        audit = rw.audit(model, batches, method=method)
+        audit = rw.audit(model, batches, rank_method=method)
     assert len(runs) == len(batches) == audit.provenance.batches
     assert not audit.provenance.advised
 

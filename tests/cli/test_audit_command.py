@@ -41,7 +41,7 @@ def test_writes_report_and_says_where(run: Run, tiny: Path, tmp_path: Path) -> N
 
 
 def test_a_baseline_is_shown_next_to_the_model(run: Run, tiny: Path, tmp_path: Path) -> None:
-    result = run("audit", tiny, *DATA, "--sequences", 2, "--baseline-seeds", 2, "--verbose")
+    result = run("audit", tiny, *DATA, "--sequences", 2, "--at-init-seeds", 2, "--verbose")
     assert result.exit_code == 0, result.output
     audit = audit_of(tmp_path)
     assert audit.baseline is not None
@@ -51,23 +51,13 @@ def test_a_baseline_is_shown_next_to_the_model(run: Run, tiny: Path, tmp_path: P
     assert "at initialization, built from its configuration, on the same data, seeds 0, 1" in said
 
 
-def test_merging_joins_measurements_and_refuses_options_of_an_audit(
-    run: Run, tiny: Path, tmp_path: Path
-) -> None:
+def test_saved_audits_are_merged(run: Run, tiny: Path, tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / f"{name}.txt").write_text(f"Call me {name}, some years ago. " * 40)
         assert (
             run("audit", tiny, *DATA, "--text", f"{name}.txt", "--sequences", 2, "--out", name).exit_code == 0
         )
-    for option in (
-        ("--tokens", 32), ("--text", "text.txt"), ("--importance", "exact"), ("--baseline-seeds", 2),
-        ("--matrices", "all"), ("--trust-remote-code",), ("--resume",), ("--ray", "local"),
-    ):  # fmt: skip
-        refused = run("audit", "--merge", "a", "b", *option, "--out", "both")
-        assert isinstance(refused.exception, InputError)
-        assert f"got {option[0]}. Leave it out" in str(refused.exception)
-        assert not (tmp_path / "both").exists()
-    done = run("audit", "--merge", "a", "b", "--out", "both", "--fail-on", "NONFINITE")
+    done = run("merge", "a", "b", "--out", "both", "--fail-on", "NONFINITE")
     assert done.exit_code == 0, done.output
     alone = Audit.merge([Audit.load(tmp_path / name) for name in ("a", "b")])
     both = Audit.load(tmp_path / "both")
@@ -77,7 +67,7 @@ def test_merging_joins_measurements_and_refuses_options_of_an_audit(
 
 def test_a_chosen_head_keeps_its_matrix_with_the_tokens(run: Run, tiny: Path, tmp_path: Path) -> None:
     data = (*DATA, "--sequences", 2)
-    assert run("audit", tiny, *data, "--matrices", "1:0").exit_code == 0
+    assert run("audit", tiny, *data, "--attention-maps", "1:0").exit_code == 0
     audit = audit_of(tmp_path)
     assert [(head.layer, head.head) for head in audit.heads if head.attention_map] == [(1, 0)]
     assert len(audit.texts["input_ids"]) == audit.head(1, 0).attention_map.tokens == 16
@@ -240,7 +230,7 @@ def test_half_precision_is_loaded(run: Run, tiny: Path, tmp_path: Path, dtype: s
         (["--text", "text.txt", "--dataset", "imdb"], "--text and --dataset"),
         (["--text", "text.txt", "--fail-on", "COLAPSE"], "Did you mean COLLAPSE"),
         (["--text", "text.txt", "--delta", "-1"], "delta"),
-        (["--text", "text.txt", "--matrices", "3;7"], "flagged"),
+        (["--text", "text.txt", "--attention-maps", "3;7"], "flagged"),
         (["--text", "text.txt", "--device", "gpu0"], "device"),
         (["--text", "text.txt", "--dtype", "float99"], "float99"),
         (["--text", "text.txt", "--out", "text.txt/report"], "can be written"),
@@ -288,8 +278,6 @@ def test_models_that_cannot_be_loaded_are_refused(run, tiny, tmp_path, spec, say
 
 def test_a_disk_that_fills_up_late_loses_nothing(run, tiny, monkeypatch) -> None:
     def full(self: Audit, path: Any) -> Path:
-        from rankwise.errors import InputError
-
         raise InputError("report", expected="room", got="No space left on device", fix="Make room.")
 
     monkeypatch.setattr(Audit, "to_html", full)
@@ -384,7 +372,7 @@ def test_a_collapse_is_followed_by_a_recommended_lambda(run: Run, tmp_path: Path
             "no λ is named for COLLAPSE: lost",
         ),
         (
-            "cli.audit_job",
+            "cli.run_job",
             "recommend",
             KeyboardInterrupt(),
             130,

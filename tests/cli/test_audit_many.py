@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 import rankwise as rw
 from rankwise.auditing import Audit, History
-from rankwise.cli import app, audit_job
+from rankwise.cli import app, run_job
 from rankwise.cli.audit_job import PIECE, WHOLE, AuditJob
 from rankwise.cli.audit_many import audit_many, jobs_of, run_here
 from rankwise.cli.options import add_bare_values
@@ -99,7 +99,7 @@ def test_the_loss_of_checkpoints_is_measured_and_compared(run: Run, home: Path) 
     assert {row[0]: row[2] for row in rows_of(result)} == {
         str(at): f"{one:.4g}" for at, one in losses.items()
     }
-    assert shlex.split(audits[90].provenance.command)[-2:] == ["--importance", "loss"]
+    assert shlex.split(audits[90].provenance.command)[-1] == "--loss"
     compared = run("compare", "losses/checkpoint-90", "losses/checkpoint-1000")
     assert f"Loss {losses[90]:.4g} → {losses[1000]:.4g} nats per token" in " ".join(compared.output.split())
 
@@ -158,14 +158,14 @@ def test_a_code_in_any_audit_fails_the_command(run: Run, home: Path) -> None:
 
 
 def test_ctrl_c_keeps_finished_audits_and_their_history(run, home, monkeypatch) -> None:
-    load, calls = audit_job.load_model, iter(range(9))
+    load, calls = run_job.load_model, iter(range(9))
 
     def interrupted(*arguments: object, **options: object) -> object:
         if next(calls) == 1:
             raise KeyboardInterrupt
         return load(*arguments, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(audit_job, "load_model", interrupted)
+    monkeypatch.setattr(run_job, "load_model", interrupted)
     result = run("audit", *CHECKPOINTS, *DATA, "--out", "cut")
     assert result.exit_code == 130
     assert [path.parent.name for path in (home / "cut").glob("*/audit.json")] == ["checkpoint-90"]
@@ -251,7 +251,7 @@ def test_resume_audits_missing_models_and_says_why_audits_are_not_kept(net: Path
     assert "the audit in net.py-fails is not kept: it is incomplete" in said
     assert "net.py-counted is not kept: " in said
     assert "audited 2, kept 0" in said
-    assert "is not kept: its command is `rankwise audit" in (said := resumed("--baseline"))
+    assert "is not kept: its command is `rankwise audit" in (said := resumed("--at-init"))
     assert "audited 2, kept 0" in said
 
 
@@ -267,11 +267,11 @@ def test_the_audit_of_one_model_is_not_replaced_by_a_history(net, tmp_path, opti
     assert (tmp_path / "built").read_text() == "x"
 
 
-@pytest.mark.parametrize("merge", [(), ("--merge",)])
-def test_the_audits_of_several_models_are_not_replaced_by_one(audited, run, home, merge) -> None:
+@pytest.mark.parametrize("command", ["audit", "merge"])
+def test_the_audits_of_several_models_are_not_replaced_by_one(audited, run, home, command) -> None:
     before = {path: path.read_bytes() for path in (home / "audits").rglob("*") if path.is_file()}
-    model = "audits/checkpoint-90" if merge else CHECKPOINTS[0]
-    refused = run("audit", model, *merge, *(() if merge else DATA), "--out", "audits")
+    given = {"audit": (CHECKPOINTS[0], *DATA), "merge": ("audits/checkpoint-90",)}
+    refused = run(command, *given[command], "--out", "audits")
     assert "a folder without other audits, got audits of several models" in str(refused.exception)
     assert {path: path.read_bytes() for path in (home / "audits").rglob("*") if path.is_file()} == before
 
@@ -292,7 +292,7 @@ def test_ctrl_c_in_an_audit_stops_all_and_writes_no_folder(net: Path, tmp_path: 
     [
         ("--importance", "auditing.run.measure_importance"),
         ("--importance=exact", "importance.ablation._remove_each"),
-        ("--baseline", "auditing.run.Run._for_copy"),
+        ("--at-init", "auditing.run.Run._for_copy"),
     ],
 )
 def test_ctrl_c_after_the_batches_stops_all_and_resume_measures_again(
@@ -399,9 +399,10 @@ def test_a_full_disk_keeps_the_audits_before(tmp_path: Path, monkeypatch: pytest
 OPTIONS = [
     [], ["--revision", "r"], ["--text", "/t.txt"], ["--images", "/i"], ["--dataset", "d:test:text"],
     ["--tokens", "3"], ["--sequences", "3"], ["--batch-size", "3"], ["--delta", "0.5"],
-    ["--method", "exact"], ["--matrices", "0:1,2:3"], ["--device", "cuda:1"],
+    ["--rank-method", "exact"], ["--attention-maps", "0:1,2:3"], ["--device", "cuda:1"],
     ["--device-map", '{"": "cpu"}'], ["--offload-folder", "/o"], ["--dtype", "float16"], ["--tokenizer", "t"],
-    ["--trust-remote-code"], ["--baseline"], ["--baseline-seeds", "1"], ["--importance"],
+    ["--trust-remote-code"], ["--loss"], ["--shards", "2"], ["--shards", "1/2"],
+    ["--at-init"], ["--at-init-seeds", "1"], ["--importance"],
     ["--importance", "exact"], ["--importance", "exact", "--importance-tolerance", "0.5"],
     ["--importance", "--importance-ablation", "mean"], ["--importance", "--importance-loss", "causal"],
 ]  # fmt: skip
@@ -478,11 +479,14 @@ def test_digests_change_with_any_file_that_is_read_and_with_nothing_else(tmp_pat
         (["--images", "none"], "none: expected a folder of images, got no such folder"),
         (["--text", __file__, "--device", "cuda:99"], "--device cuda:99"),
         (["--text", __file__, "--tokenizer", "nope"], "tokenizer nope: .* no answer from"),
-        (["--cpus", "1"], "--cpus 1: expected --ray next to it"),
-        (["--gpus", "0.5"], "--gpus 0.5: expected --ray next to it"),
-        (["--ray", "local", "--gpus", "1"], "--gpus 1: expected audits that use .*, got --device cpu"),
+        (["--cpus", "1"], "--cpus: expected --ray next to it"),
+        (["--gpus", "0.5"], "--gpus: expected --ray next to it"),
+        (["--ray", "local", "--gpus", "1"], "--gpus: expected audits on GPUs next to it"),
+        (["--loss", "--importance"], "--loss: expected no --importance next to it"),
+        (["--shards", "2", "--at-init"], "--at-init: expected no --shards next to it"),
+        *((["--shards", wrong], "--shards: expected N, or K/N") for wrong in ("0", "3/2", "0/2", "two")),
         (["--resume", "--delta", "-1"], "delta"),
-        (["--resume", "--matrices", "3;7"], "flagged"),
+        (["--resume", "--attention-maps", "3;7"], "flagged"),
         (["--resume", "--fail-on", "COLAPSE"], "Did you mean COLLAPSE"),
         (["--ray", "--text", __file__, "--dtype", "float99"], "float99"),
         (["--ray", "--text", "t.txt", "--images", "i"], "got --text and --images"),

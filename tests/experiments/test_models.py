@@ -31,14 +31,14 @@ def test_models_get_the_requested_size(name: str, task: Task) -> None:
     assert model(**collate([task.train[0]])).loss.isfinite()
 
 
-FRAME = {"membership": "softmax", "half_life": None, "mixer_options": {}, "gate": False}
+FRAME = {"half_life": None, "mixer_options": {}, "gate": False}
 DECAYED = {"half_life": [4.0, 16.0]}  # two heads, 16 tokens
 CONTENT = {"tssa": {"conv_tokens": 4, "features": 16}}
 ROTARY = {"softmax": {"rotary_base": 10_000.0}}
 EVERY_FOURTH = {"layer_types": ["tssa", "tssa", "tssa", "softmax"]}
 NAMED: dict[str, dict[str, Any]] = {
     "tost-decayed": DECAYED,
-    "tost-uniform": {"membership": "uniform"},
+    "tost-uniform": {"uniform_memberships": True, "position_bias": False},
     "tost-hybrid": DECAYED | EVERY_FOURTH | {"mixer_options": ROTARY},
     "tost-scan": DECAYED | {"mixer_options": CONTENT},
     "tost-scan-hybrid": DECAYED | EVERY_FOURTH | {"mixer_options": CONTENT | ROTARY},

@@ -10,17 +10,14 @@ from tests.support.records import importance as importance_record
 from typer.testing import CliRunner
 
 import rankwise as rw
-from rankwise.auditing import Finding
 from rankwise.auditing.importance_findings import (
     BLOCK_CAUTION,
     HEAD_CAUTION,
     estimate_words,
-    with_removal_costs,
 )
 from rankwise.cli import app
 from rankwise.importance import ImportanceSettings, ablation_cost
 from rankwise.importance.records import agreement
-from rankwise.tracing import Address
 
 
 @pytest.fixture(scope="module")
@@ -106,30 +103,6 @@ def test_a_cheap_head_that_saves_too_little_is_no_action(changes, parameters, ac
     assert ("too little to notice" in finding.remedy) != acts
     assert finding.remedy.startswith("nothing: ") != acts
     assert 'rw.compress(model, batches, parts="heads", tolerance=0.01)' in finding.remedy
-
-
-@pytest.mark.parametrize("code", ["HIGH_RANK", "LOW_RANK"])
-@pytest.mark.parametrize("how", ["exact", "estimate"])
-def test_findings_on_ranks_state_the_costs_of_their_heads(code, how):
-    first, second = records.encoder().heads[:2]
-    where = Address(stack=first.stack, layer=first.layer, site=first.site, head=first.head)
-    given = {"severity": "info", "evidence": {}, "meaning": "Rank.", "remedy": "rw.audit(importance=True)"}
-    finding = Finding(code=code, where=where, heads=[first.head, second.head], **given)
-    heads = [
-        one.model_copy(update={"importance": HeadImportance(**{how: cost})})
-        for one, cost in ((first, 0.002), (second, 0.3))
-    ]
-    (known,) = with_removal_costs([finding], {code: "mixer"}, heads, importance_record())
-    estimated = "The estimated cost of removal is" if how == "estimate" else ""
-    assert f"{estimated or 'Without one of them the loss changes by'} +0.1% to +15.0%" in known.meaning
-    assert "removal_cost" not in known.evidence  # this would be the cost of the first head
-    assert known.evidence["most_removal_cost"] == 0.3
-    assert ("exact" in known.remedy) == (how == "estimate")
-    single = finding.model_copy(update={"heads": []})
-    (alone,) = with_removal_costs([single], {code: "mixer"}, heads, importance_record())
-    assert f"{estimated or 'Without it the loss changes by'} +0.10%" in alone.meaning
-    half = with_removal_costs([finding], {code: "mixer"}, heads[:1], importance_record())
-    assert half == [finding]  # the cost of a head is unknown
 
 
 def test_any_head_of_duplicates_can_be_removed_if_all_are_cheap():

@@ -14,7 +14,7 @@ import rankwise as rw
 from rankwise._internals.threads import map_threads, numpy_is_on_one_thread, one_thread
 from rankwise.auditing.measure import measure_heads, sampled
 from rankwise.measures import estimate_spectrum, evaluate, rank_summary
-from rankwise.tracing import MixerSite
+from rankwise.tracing import CapturedMixer
 
 
 @pytest.fixture(autouse=True)
@@ -149,11 +149,11 @@ MEASURES = {
 }
 
 
-def site(tokens: int) -> MixerSite:
+def site(tokens: int) -> CapturedMixer:
     operator = rw.operators.SoftmaxMixing(normal(3, 4, tokens, 8), normal(3, 4, tokens, 8, seed=1))
     valid = torch.ones(3, tokens, dtype=torch.bool)
     valid[2, tokens // 2 :] = False
-    return MixerSite("attention", 0, "softmax", operator, valid, valid, sequences=3, stack="layers")
+    return CapturedMixer("attention", 0, "softmax", operator, valid, valid, sequences=3, stack="layers")
 
 
 def records(tokens):

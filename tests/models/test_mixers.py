@@ -166,7 +166,7 @@ def gains(name: str, seed: int) -> torch.Tensor:
     return mixed / one.mixing_projection(x)[0, -1]
 
 
-@pytest.mark.parametrize("name", ["tssa", "tssa-bias", "tssa-decayed", "tssa-uniform"])
+@pytest.mark.parametrize("name", ["tssa", "tssa-bias", "tssa-decayed"])
 def test_in_tssa_the_past_decides_how_much_of_a_token_is_kept_and_nothing_else(name: str) -> None:
     """No content moves: each channel of w is multiplied by a number from -1 to 0, whatever came before."""
     of_pasts = torch.stack([gains(name, seed) for seed in range(8)])
@@ -182,10 +182,9 @@ def test_a_scan_moves_content(name: str) -> None:
 
 @pytest.mark.parametrize("side", [4, 16, 64])
 def test_without_decay_the_token_before_is_one_of_all(side: int) -> None:
-    """∂m_t / ∂w_{t-1}² = Π_{t-1} / Σ_u Π_u, which is 1 / t if memberships are uniform."""
-    one, x = mixer("tssa-uniform"), tokens(1, side)
-    w = one.mixing_projection(x).detach().requires_grad_()
-    m = -(w.detach() / HEADS) / tssa(w, None, causal=True, membership="uniform").output - 1
+    """∂m_t / ∂w_{t-1}² = Π_{t-1} / Σ_u Π_u, which is 1 / t if the temperature is 0."""
+    w = mixer("tssa").mixing_projection(tokens(1, side)).detach().requires_grad_()
+    m = -(w.detach() / HEADS) / tssa(w, w.new_zeros(HEADS), causal=True).output - 1
     slope = torch.autograd.grad(m[0, -1, 0, 0], w)[0][0, -2, 0, 0]
     torch.testing.assert_close(slope, 2 * w[0, -2, 0, 0].detach() / side, rtol=1e-6, atol=1e-9)
 
@@ -365,7 +364,6 @@ def test_sizes_that_cannot_be_are_refused(name: str) -> None:
 
 
 OPTIONS = {
-    "membership": ({"membership": "unifrom"}, r"`membership`.* got 'unifrom'. Did you mean uniform"),
     "impl": ({"impl": "cppu"}, r"`impl`.* got 'cppu'. Did you mean cpu"),
     "half-lives": ({"half_life": [1.0, 2.0]}, "`half_life`.* one for each of 3 heads"),
     "half-life 0": ({"half_life": [1.0, 2.0, 0.0]}, "`half_life`.* numbers of tokens above 0"),
@@ -377,7 +375,6 @@ OPTIONS = {
         {"max_positions": 5, "causal": False},
         "`max_positions`: expected 0, or more with",
     ),
-    "uniform positions": ({"max_positions": 5, "membership": "uniform"}, "`max_positions`: expected 0"),
 }
 
 

@@ -26,7 +26,6 @@ from rankwise.ops import half_lives
 REFUSED = {
     "norm": ({"norm": "batch"}, r"`norm`: expected one of layer, rms, none, got 'batch'"),
     "skip": ({"skip": "fixd"}, r"`skip`.*Did you mean fixed\?"),
-    "membership": ({"membership": "hard"}, r"`membership`: expected one of softmax, uniform"),
     "pooling": ({"pooling": "cls"}, r"`pooling`: expected one of last, mean"),
     "heads": (
         {"num_attention_heads": 0},
@@ -53,7 +52,6 @@ REFUSED = {
     "half-lives": ({"half_life": [1.0, 2.0]}, r"`half_life`.* one for each of 3 heads"),
     "no order": ({"half_life": 2.0, "causal": False}, r"`half_life`: expected causal=True"),
     "bias": ({"position_bias": True, "causal": False}, r"`position_bias`: expected a causal model"),
-    "uniform bias": ({"position_bias": True, "membership": "uniform"}, r"`position_bias`: expected a causal"),
 }
 
 
@@ -97,7 +95,6 @@ def test_defaults_that_depend_on_others() -> None:
     assert (causal.position_bias, causal.pooling, causal.head_dim) == (True, "last", 4)
     assert (bidirectional.position_bias, bidirectional.pooling) == (False, "mean")
     assert not config(half_life=3.0).position_bias
-    assert not config(membership="uniform").position_bias
     assert config(half_life=3.0, position_bias=True).position_bias
     assert config(half_life=3).half_life == [3.0, 3.0, 3.0]
     assert config(half_life=half_lives(3, 2, 8)).half_life == [2.0, 4.0, 8.0]  # as the error advises
@@ -105,7 +102,7 @@ def test_defaults_that_depend_on_others() -> None:
 
 
 def test_a_ladder_of_half_lives_survives_json(tmp_path) -> None:
-    ladder = half_lives(3, shortest=2.0, longest=8.0, infinite=1).tolist()
+    ladder = [*half_lives(2, shortest=2.0, longest=8.0).tolist(), float("inf")]
     made = config(half_life=ladder, num_labels=5, mixer_options={"softmax": {"query_dim": 2}})
     made.save_pretrained(tmp_path)
     text = (tmp_path / "config.json").read_text()

@@ -24,7 +24,7 @@ WIDTH, HEADS, LIMIT = 12, 3, 24
 
 VARIANTS = {name: {"layer_types": name} for name in MIXERS} | {
     "tssa-decayed": {"layer_types": "tssa", "half_life": [2.0, None, 9.0]},
-    "tssa-uniform": {"layer_types": "tssa", "membership": "uniform", "skip": "shared", "skip_init": -1.0},
+    "shared-skip": {"layer_types": "tssa", "skip": "shared", "skip_init": -1.0},
     "hybrid": {"layer_types": ["tssa", "softmax"]},
     "unbounded": {"layer_types": "tssa", "half_life": 4.0, "position_embeddings": "none"},
     "post-norm": {"norm_position": "post", "skip": "channel", "layer_scale": 0.5},
@@ -76,7 +76,6 @@ LIVES = [1.5, 6.0, float("inf")]
 CAUSAL = {name: _default(name) for name in MIXERS} | {
     "tssa": _tssa,
     "tssa-narrow": lambda: _tssa(head_dim=1, bias=False),
-    "tssa-uniform": lambda: _tssa(membership="uniform"),
     "tssa-bias": lambda: _tssa(max_positions=LIMIT),
     "tssa-decayed": lambda: _tssa(half_life=LIVES),
     "tssa-conv": lambda: _tssa(conv_tokens=3),
@@ -99,7 +98,6 @@ BOTH_WAYS = {
     if not issubclass(made, RecurrentMixer)
 } | {
     "tssa-narrow, both ways": lambda: _tssa(causal=False, head_dim=1, bias=False),
-    "tssa-uniform, both ways": lambda: _tssa(causal=False, membership="uniform"),
     "softmax-rotary, both ways": lambda: _softmax(causal=False, query_dim=4, rotary_base=50.0),
     "softmax-narrow, both ways": lambda: _softmax(causal=False, query_dim=1, head_dim=5),
 }

@@ -260,7 +260,7 @@ def test_collapses_of_several_stacks_are_not_audits_in_a_row(monkeypatch):
     def in_next_stack(*args, **kwargs):
         whole, there = rw.audit(*args, **kwargs), {"stack": next(stacks)}
         found = [
-            one.model_copy(update={"where": type(one.where)(layer=one.where.layer, **there)})
+            one.model_copy(update={"where": type(one.where)(**there)})
             for one in whole.findings
             if one.code == "COLLAPSE"
         ]
@@ -288,7 +288,7 @@ def test_the_message_of_a_stop_has_the_layer_the_reading_and_an_action(caplog):
     [line] = [record.getMessage() for record in caplog.records]
     stop = monitor.stopped_by
     assert all(words in line for words in (f"at {stop.place}:", stop.meaning))
-    assert stop.place.endswith(f"after {stop.where.layer} blocks")
+    assert f"after {stop.evidence['blocks']:g} blocks" in stop.meaning
     lowest = min(monitor.history.audits[-1].states, key=lambda layer: layer.spread)
     rule = f"{STOP_AUDITS} audits in a row below {STOP_SPREAD:g}, the last with {lowest.spread:.2g}"
     assert f"{rule} after {lowest.layer} blocks" in line

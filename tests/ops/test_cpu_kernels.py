@@ -2,7 +2,6 @@
 
 import os
 import threading
-from itertools import product
 
 import numpy as np
 import pytest
@@ -11,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tssa_cases import Case, errors, outputs, outputs_and_gradients
 
-from rankwise.ops import TSSAState, cpu_causal, cpu_chunks, cpu_compile, tssa
-from rankwise.ops.cpu_compile import Loop
+from rankwise.ops import cpu_chunks, cpu_passes, tssa
+from rankwise.ops.cpu_chunks import Loop
 
 causalities = pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
 ROUNDING = 1e-12  # float64's 2.2e-16 times a few thousand additions
@@ -22,23 +21,18 @@ ROUNDING = 1e-12  # float64's 2.2e-16 times a few thousand additions
 def cases(draw):
     causal = draw(st.booleans())
     tokens = draw(st.sampled_from([1, 2, 5, 63, 64, 65, 130]))
-    membership = draw(st.sampled_from(["softmax", "uniform"]))
-    packed = draw(st.booleans())
-    batch = 1 if packed else draw(st.integers(1, 3))
-    cuts = (
-        tuple(sorted([0, draw(st.integers(0, tokens)), draw(st.integers(0, tokens)), tokens]))
-        if packed
-        else None
-    )
     return Case(
-        shape=(batch, tokens, draw(st.integers(1, 4)), draw(st.sampled_from([1, 5, 16, 48]))),
+        shape=(
+            draw(st.integers(1, 3)),
+            tokens,
+            draw(st.integers(1, 4)),
+            draw(st.sampled_from([1, 5, 16, 48])),
+        ),
         causal=causal,
         masked=draw(st.booleans()),
         decayed=causal and draw(st.booleans()),
         stated=causal and draw(st.booleans()),
-        biased=causal and membership == "softmax" and draw(st.booleans()),
-        cuts=cuts,
-        membership=membership,
+        biased=causal and draw(st.booleans()),
         seed=draw(st.integers(0, 1000)),
     )
 
@@ -55,7 +49,7 @@ def test_outputs_states_and_gradients_equal_the_reference(case):
 
 def with_threads(monkeypatch, count, case):
     """Return outputs and gradients of a case with a number of threads, also if it is small."""
-    monkeypatch.setattr(cpu_compile, "TWO_THREADS_FROM", 0)
+    monkeypatch.setattr(cpu_chunks, "TWO_THREADS_FROM", 0)
     monkeypatch.setattr(os, "cpu_count", lambda: 3)
     before = torch.get_num_threads()
     torch.set_num_threads(count)
@@ -66,22 +60,38 @@ def with_threads(monkeypatch, count, case):
 
 
 @pytest.mark.parametrize(
-    ("stated", "decayed", "masked", "packed"),
-    [(a, b, c, a ^ b ^ c) for a, b, c in product([False, True], repeat=3)],  # any three, every way
+    "options",
+    [
+        {},
+        {"masked": True},
+        {"causal": True, "masked": True},
+        {"causal": True, "stated": True, "biased": True},
+        {"causal": True, "stated": True, "decayed": True, "masked": True},
+    ],
+    ids=str,
 )
-def test_results_equal_the_reference_and_have_equal_bits_with_any_number_of_threads(
-    stated, decayed, masked, packed, monkeypatch
-):
-    cuts = (0, 0, 30, 330, 700) if packed else None
-    shape = (1 if packed else 3, 700, 3, 5)  # heads and chunks that do not go evenly into threads
-    for causal in {True, stated or decayed}:
-        options = {"causal": causal, "stated": stated, "decayed": decayed, "biased": stated}
-        case = Case(shape, masked=masked, cuts=cuts, **options)
-        one = with_threads(monkeypatch, 1, case)
-        assert max(errors(one, outputs_and_gradients(case, "reference")).values()) < ROUNDING
-        for count in (2, 2, 3):
-            again = with_threads(monkeypatch, count, case)
-            assert all(torch.equal(again[name], x) for name, x in one.items())
+def test_results_equal_the_reference_and_have_equal_bits_with_any_number_of_threads(options, monkeypatch):
+    case = Case((3, 700, 3, 5), **options)  # heads and chunks that do not go evenly into threads
+    if case.masked:
+        case.options["mask"][1] = False  # a row without tokens
+    single = with_threads(monkeypatch, 1, case)
+    assert max(errors(single, outputs_and_gradients(case, "reference")).values()) < ROUNDING
+    for count in (2, 2, 3):
+        again = with_threads(monkeypatch, count, case)
+        assert all(torch.equal(again[name], x) for name, x in single.items())
+
+
+@causalities
+def test_a_padded_row_has_the_bits_of_the_row_alone(causal):
+    case = Case((1, 150, 3, 5), causal=causal, decayed=causal)
+    alone = case.run("cpu")
+    mask = torch.rand(1, 300, generator=torch.Generator().manual_seed(1)).argsort() < 150
+    w = torch.full((1, 300, 3, 5), torch.nan, dtype=torch.float64)
+    w[mask] = case.w[0]
+    padded = tssa(w, case.temperature, impl="cpu", **(case.options | {"mask": mask}))
+    assert torch.equal(padded.output[mask], alone.output[0])
+    assert torch.equal(padded.membership[mask], alone.membership[0])
+    assert not causal or all(map(torch.equal, padded.state, alone.state))
 
 
 class Recorded(Loop):
@@ -117,7 +127,7 @@ def test_every_task_is_done_once(count, workers):
 def test_threads_that_are_busy_with_another_call_hold_nobody_up():
     """The only helper waits for the end of this test."""
     over, begun = threading.Event(), threading.Event()
-    held = cpu_compile.thread_pool(os.getpid(), 1).submit(lambda: begun.set() or over.wait(60))
+    held = cpu_chunks.thread_pool(os.getpid(), 1).submit(lambda: begun.set() or over.wait(60))
     begun.wait(60)
     loop = Recorded()
     loop.run((), 9, 2)
@@ -131,8 +141,8 @@ def test_torch_and_the_cores_limit_the_number_of_threads(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
     for cores, expected in ((2, 2), (64, 8), (None, 1)):
         monkeypatch.setattr(os, "cpu_count", lambda cores=cores: cores)
-        assert cpu_compile.threads_for(cpu_compile.TWO_THREADS_FROM) == expected
-        assert cpu_compile.threads_for(cpu_compile.TWO_THREADS_FROM - 1) == 1
+        assert cpu_chunks.threads_for(cpu_chunks.TWO_THREADS_FROM) == expected
+        assert cpu_chunks.threads_for(cpu_chunks.TWO_THREADS_FROM - 1) == 1
 
 
 @pytest.mark.parametrize("width", [1, 23, 60, 63, 128, 256])
@@ -176,16 +186,8 @@ def test_kernels_write_every_number_they_return(causal, monkeypatch):
     assert max(errors(got, wanted).values()) == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
-def test_tokens_are_counted_in_int64(dtype):
-    state = TSSAState.zeros(1, 2, 3)._replace(seen=torch.tensor([100], dtype=dtype))
-    seen = tssa(torch.ones(1, 100, 2, 3), torch.ones(2), causal=True, state=state).state.seen
-    assert seen.dtype == torch.int64
-    assert seen.tolist() == [200]
-
-
 def test_loops_are_compiled_without_the_interpreter_lock_once_for_each_set_of_dtypes():
-    loops = (cpu_chunks.add_chunks, cpu_causal.assign)
+    loops = (cpu_chunks.add_chunks, cpu_passes.assign_causal)
     made = []
     for _ in range(2):  # the second time nothing is compiled; other tests may have compiled more before
         for dtype in (torch.float32, torch.float64):

@@ -71,14 +71,14 @@ STEPS = 1024
 def test_a_state_carried_token_by_token_loses_a_rounding_a_step_at_most(decayed):
     """All terms are positive, so a sum of n of them, rounded n times, has a relative error of n · eps/2.
 
-    With uniform memberships the only other roundings are a term's square and product, and the output's few.
+    With a temperature of 0 the only other roundings are a term's square and product, and the output's few.
     """
-    w, options = Case((1, STEPS, 2, 4), dtype=torch.float32).w, {"causal": True, "membership": "uniform"}
+    w, options = Case((1, STEPS, 2, 4), dtype=torch.float32).w, {"causal": True}
     options["half_life"] = half_lives(2, 50, 5000) if decayed else None
-    truth = tssa(w.double(), None, impl="reference", **options)
-    state, output = TSSAState.zeros(1, 2, 4), []
+    truth = tssa(w.double(), torch.zeros(2), impl="reference", **options)
+    state, output = None, []
     for t in range(STEPS):
-        step = tssa(w[:, t : t + 1], None, state=state, **options)
+        step = tssa(w[:, t : t + 1], torch.zeros(2), state=state, **options)
         state = step.state
         output.append(step.output)
     eps = torch.finfo(torch.float32).eps
@@ -89,9 +89,8 @@ def test_a_state_carried_token_by_token_loses_a_rounding_a_step_at_most(decayed)
 
 
 def test_a_sum_of_2_to_the_24_does_not_grow_by_single_steps_but_by_longer_calls():
-    state = TSSAState.zeros(1, 1, 1)._replace(
-        mass=torch.full((1, 1), 2.0**24), energy=torch.full((1, 1, 1), 2.0**24)
-    )
+    large = torch.full((1, 1, 1), 2.0**24)
+    state = TSSAState(large, torch.zeros(1, 1, 1), large[0], torch.zeros(1).int())
     w = torch.ones(1, 64, 1, 1)
     single = state
     for t in range(64):
@@ -99,3 +98,4 @@ def test_a_sum_of_2_to_the_24_does_not_grow_by_single_steps_but_by_longer_calls(
     longer = tssa(w, torch.ones(1), causal=True, state=state).state
     assert (single.mass.item(), longer.mass.item()) == (2.0**24, 2.0**24 + 64)
     assert (single.energy.item(), longer.energy.item()) == (2.0**24, 2.0**24 + 64)
+    assert (longer.seen.dtype, longer.seen.tolist()) == (torch.int64, [64])

@@ -11,7 +11,7 @@ ROUNDS = 5
 LOOP = """
 import sys
 import numba, numpy as np
-from rankwise.ops.cpu_compile import Loop
+from rankwise.ops.cpu_chunks import Loop
 
 def twice(x, out):
     for i in range(len(x)):
@@ -74,7 +74,7 @@ def test_processes_that_compile_different_signatures_at_once_hand_each_other_no_
 
 LIVES = """
 import os, sys
-import rankwise.ops.cpu_compile  # once for all lives
+import rankwise.ops.cpu_chunks  # once for all lives
 
 for life in sys.argv[1:]:
     pid = os.fork()

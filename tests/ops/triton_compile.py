@@ -11,11 +11,10 @@ from triton import compile as triton_compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from rankwise.ops import triton_bidirectional as bidirectional
-from rankwise.ops import triton_causal as causal
 from rankwise.ops import triton_chunks as chunks
+from rankwise.ops import triton_passes as passes
 
-COMMON = {"mask": "*i1", "first": "*i64", "last": "*i64", "sequence": "*i64", "decay": "*fp64", "eps": "fp32"}
+COMMON = {"mask": "*i1", "first": "*i64", "last": "*i64", "row_of": "*i64", "decay": "*fp64", "eps": "fp32"}
 HALF = {"w", "d_output", "out"}  # in the dtype of w
 
 
@@ -45,7 +44,7 @@ def compiled(kernel, half, width, **switches):
 def carried(**switches):
     kernel = chunks.carry_kernel
     constants = {"BX": 64} | switches
-    types = {"ages": "*i64", "begin": "*i64", "decay": "*fp64", "H": "i32", "X": "i32"}
+    types = {"ages": "*i64", "chunks": "i32", "decay": "*fp64", "H": "i32", "X": "i32"}
     signature = {n: "constexpr" if n in constants else types.get(n, "*fp32") for n in kernel.arg_names}
     return triton_compile(
         ASTSource(kernel, signature, constexprs=constants), target=GPUTarget("cuda", 90, 32)
@@ -53,15 +52,15 @@ def carried(**switches):
 
 
 def main():
-    plain = [chunks.sums_kernel, causal.score_kernel, causal.output_kernel]
-    back = [causal.output_back_kernel, causal.score_back_kernel]
+    plain = [chunks.sums_kernel, passes.score_kernel, passes.output_kernel]
+    back = [passes.output_back_kernel, passes.score_back_kernel]
     both = [
-        bidirectional.project_kernel,
-        bidirectional.scale_kernel,
-        bidirectional.scale_back_kernel,
-        bidirectional.token_back_kernel,
+        passes.project_kernel,
+        passes.scale_kernel,
+        passes.scale_back_kernel,
+        passes.token_back_kernel,
     ]
-    jobs = [(carried, {"BACKWARD": b, "DECAYED": d}) for b, d in ((False, False), (True, True))]
+    jobs = [(carried, {"BACKWARD": b}) for b in (False, True)]
     sizes = [("*bf16", 32)] if "--quick" in sys.argv else [("*bf16", 64), ("*fp32", 48), ("*fp32", 256)]
     for half, width in sizes:
         for decayed in (False, True):

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from rankwise.ops import TSSAOutput, TSSAState, half_lives, tssa
+from rankwise.ops import TSSAOutput, TSSAState, tssa
 
 
 @dataclass
@@ -18,11 +18,8 @@ class Case:
     decayed: bool = False
     stated: bool = False
     biased: bool = False
-    cuts: tuple[int, ...] | None = None
-    membership: str = "softmax"
     dtype: torch.dtype = torch.float64
     seed: int = 0
-    device: str = "cpu"
     options: dict = field(init=False)
     w: Tensor = field(init=False)
     temperature: Tensor = field(init=False)
@@ -37,21 +34,15 @@ class Case:
         batch, tokens, heads, width = self.shape
         self.w = normal(*self.shape, dtype=self.dtype)
         self.temperature = 1 + normal(heads).abs()
-        rows = batch if self.cuts is None else len(self.cuts) - 1
-        cu = None if self.cuts is None else torch.tensor(self.cuts)
         mask = torch.rand(batch, tokens, generator=g) > 0.3 if self.masked else None
         state = None
         if self.stated:
-            sums = [
-                normal(rows, heads, width).abs(),
-                normal(rows, heads, width).abs(),
-                normal(rows, heads).abs(),
-            ]
-            state = TSSAState(*sums, torch.arange(rows))
-        bias = 0.1 * normal(heads, tokens + rows) if self.biased else None
-        ladder = half_lives(heads, 0.7, 30, infinite=1) if self.decayed else None
+            energy, assigned = (normal(batch, heads, width).abs() for _ in range(2))
+            state = TSSAState(energy, assigned, normal(batch, heads).abs(), torch.arange(batch))
+        bias = 0.1 * normal(heads, tokens + batch) if self.biased else None
+        ladder = torch.tensor([0.7, 3.0, 30.0, torch.inf])[-heads:] if self.decayed else None
         self.options = {"causal": self.causal, "mask": mask, "state": state, "bias": bias}
-        self.options |= {"half_life": ladder, "cu_seqlens": cu, "membership": self.membership}
+        self.options["half_life"] = ladder
 
     def run(self, impl: str, **changes: object) -> TSSAOutput:
         return tssa(self.w, self.temperature, impl=impl, **(self.options | changes))

@@ -75,15 +75,13 @@ def test_each_finding_of_an_encoder_leads_to_its_place() -> None:
     audit = records.encoder()
     found = find_targets(audit.findings, audit)
     targets = {finding.code: target for finding, target in zip(audit.findings, found, strict=True)}
-    assert targets["COLLAPSE"] == Target("states", stack="encoder.layer", layer=6)
+    assert targets["COLLAPSE"] == Target("states", stack="encoder.layer", blocks=6)
     assert (targets["SINK"].heads, targets["SINK"].measure) == ((2 * 12 + 7,), "max_token_mass")
     assert (targets["CONSTANT"].heads, targets["CONSTANT"].measure) == ((4 * 12 + 3,), "row_spread")
     assert (targets["DUPLICATE_HEADS"].heads, targets["DUPLICATE_HEADS"].measure) == (
         (40, 41),
         "nearest_head_distance",
     )
-    assert targets["LOW_RANK"].heads == tuple(range(48, 60))
-    assert targets["LOW_RANK"].measure == targets["HIGH_RANK"].measure == "numerical_rank"
     assert targets["IDENTITY"].measure == "identity_distance"
     assert (targets["NONFINITE"].heads, targets["NONFINITE"].measure) == ((71,), "")
     assert targets["NOT_CAPTURED"].section == "uncaptured"
@@ -100,19 +98,16 @@ def test_the_evidence_chooses_the_measure_of_the_map() -> None:
     audit = records.encoder()
     assert _target(audit, evidence={"row_entropy": 0.1, "sequences": 3.0}).measure == "row_entropy"
     assert _target(audit, code="IDENTITY", evidence={"effective_rank": 9.0}).measure == "effective_rank"
-    assert _target(audit, code="LOW_RANK", evidence={"numerical_rank": 9.0}).measure == "numerical_rank"
+    assert _target(audit, code="SINK", evidence={"numerical_rank": 9.0}).measure == "numerical_rank"
     assert _target(audit, code="NEW", evidence={}).measure == ""
 
 
-def test_states_are_known_by_their_evidence_or_their_block() -> None:
+def test_states_are_known_by_the_number_of_blocks_passed() -> None:
     audit = records.encoder()
-    by_block = Address(stack="encoder.layer", layer=3, site="encoder.layer.0")
-    assert _target(audit, code="NONFINITE", where=by_block, evidence={"sequences": 2.0}).section == "states"
-    by_mixer = Address(stack="encoder.layer", layer=3, site="encoder.layer.3.attention.self")
-    assert _target(audit, code="NONFINITE", where=by_mixer, evidence={"sequences": 2.0}).section == "heads"
-    layer = Address(stack="encoder.layer", layer=3)
-    assert _target(audit, code="NEW", where=layer, evidence={"mean_cosine": 1.0}).section == "states"
-    assert _target(audit, code="NEW", where=layer, evidence={"effective_rank": 1.0}).section == "heads"
+    layer, evidence = Address(stack="encoder.layer", layer=3), {"sequences": 2.0}
+    assert _target(audit, code="NONFINITE", where=layer, evidence=evidence).section == "heads"
+    target = _target(audit, code="NONFINITE", where=layer, evidence=evidence | {"blocks": 4.0})
+    assert (target.section, target.blocks) == ("states", 4)
 
 
 def test_only_the_finding_on_removable_heads_is_about_these_heads() -> None:

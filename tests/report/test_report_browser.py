@@ -210,7 +210,7 @@ def test_a_finding_leads_to_its_cell_and_opens_the_head(encoder: Page) -> None:
 def test_an_open_head_lists_its_own_findings_without_sentences_on_other_heads(encoder: Page) -> None:
     encoder.locator("a", has_text="encoder.layer layer 0 head 1").click()
     listed = opened(encoder, 1).locator("#head-findings li").all_inner_texts()
-    assert listed == ["IDENTITY Every token keeps to itself.", "HIGH_RANK of encoder.layer layer 0"]
+    assert listed == ["IDENTITY Every token keeps to itself.", "OVERSIZED_HEADS of encoder.layer layer 0"]
 
 
 def test_a_finding_marks_all_its_heads(encoder: Page) -> None:
@@ -219,15 +219,15 @@ def test_a_finding_marks_all_its_heads(encoder: Page) -> None:
     encoder.wait_for_selector(".heat[data-marked='40 41']")
     assert outline(encoder)["width"] > 1.8 * outline(encoder)["height"]
     assert encoder.input_value("#measure") == "nearest_head_distance"
-    encoder.locator("a", has_text="encoder.layer layer 0").last.click()  # HIGH_RANK
-    encoder.wait_for_function("() => document.querySelector('#measure').value === 'numerical_rank'")
+    encoder.locator("a", has_text="encoder.layer layer 0").last.click()  # OVERSIZED_HEADS
+    encoder.wait_for_function("() => document.querySelector('#measure').value === 'required_head_dim'")
 
 
 def test_a_finding_on_states_marks_the_curves(encoder: Page) -> None:
     encoder.locator("a", has_text="encoder.layer after 6 blocks").click()
     settle(encoder)
     assert encoder.locator("#states .shapelayer path").count() == 3
-    assert encoder.locator("#states-status").inner_text() == "Marked: encoder.layer, after block 6."
+    assert encoder.locator("#states-status").inner_text() == "Marked: encoder.layer, after 6 blocks."
     marks = encoder.locator("#states .plot").first.locator(".scatterlayer .trace .point")
     last, line = marks.nth(6).bounding_box(), encoder.locator("#states .shapelayer path").first.bounding_box()
     assert line["x"] + line["width"] / 2 == pytest.approx(last["x"] + last["width"] / 2, abs=2)

@@ -99,7 +99,7 @@ def test_the_first_screen_has_columns_for_what_was_measured_only() -> None:
     assert "Not measured" not in broken  # before its errors are fixed, the model is not worth more audits
     audit = records.changed(records.encoder(), findings=[])
     text = " ".join(line.strip() for line in first_screen(audit))
-    assert "initialization, `--baseline` (3 more audits)" in text
+    assert "initialization, `--at-init` (3 more audits)" in text
     assert "costs of removing heads, `--importance`" in text
     assert "costliest" not in text
     known = {
@@ -150,7 +150,7 @@ def test_an_audit_in_python_names_arguments_instead_of_options() -> None:
     about = audit.provenance.model_copy(update={"command": ""})
     text = " ".join(first_screen(audit.model_copy(update={"provenance": about})))
     assert "baseline=True" in text
-    assert "--baseline" not in text
+    assert "--at-init" not in text
 
 
 @pytest.mark.parametrize("name", ["only_nan", "encoder", "encoder_decoder"])

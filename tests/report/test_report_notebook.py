@@ -21,7 +21,7 @@ from rankwise.report import notebook_html
 from rankwise.report.format import model_name
 from rankwise.report.notebook import MOST_COLUMNS, MOST_ROWS
 from rankwise.skips import Skips
-from rankwise.tracing import Address, MixerSite, StateSite
+from rankwise.tracing import Address, CapturedMixer, CapturedState
 
 
 def of(name: str) -> rw.Audit:
@@ -100,8 +100,8 @@ def hostile_texts() -> dict[str, str]:
     site = SimpleNamespace(name=name, write=SimpleNamespace(module=name), parameter="weight")
     with unchecked():
         skips = Skips(model, [site])
-        mixer = MixerSite(name, 0, name, DenseMixing(torch.eye(2)), torch.ones(1), torch.ones(1))
-        state = StateSite(name, 0, torch.zeros(1))
+        mixer = CapturedMixer(name, 0, name, DenseMixing(torch.eye(2)), torch.ones(1), torch.ones(1))
+        state = CapturedState(name, 0, torch.zeros(1))
     known = [
         audit, audit.heads[0], audit.states[0], audit.findings[0], audit.provenance, audit.verdict, where,
         Address(site=name), rw.compare(audit, audit), History.of([audit], [name]), skips, mixer, state,

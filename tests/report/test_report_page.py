@@ -12,14 +12,9 @@ from tests.support import documents, records
 from tests.support.documents import audit_document, page_text
 from tests.support.records import DRAWN
 
-from rankwise.auditing.records import RankAt
 from rankwise.errors import InputError
 from rankwise.report import document_text, write_page
 from rankwise.report.page import without_nan
-
-BAND = RankAt(
-    delta=0.01, numerical_rank=1, rank_low=1, rank_high=1, one_hot_rank=9, random_rank=9, uniform_rank=9
-)
 
 
 class Page(HTMLParser):
@@ -158,7 +153,7 @@ def test_findings_are_sorted_by_severity() -> None:
         if attrs.get("class", "").startswith("finding ")
     ]
     assert order == sorted(order, key=["error", "warning", "info"].index)
-    assert len(order) == 9
+    assert len(order) == 8
 
 
 def test_the_provenance_is_complete() -> None:
@@ -208,10 +203,9 @@ def test_without_nan_reaches_into_everything() -> None:
 def test_findings_and_map_count_the_same_heads() -> None:
     audit = records.encoder()
     where = records.place(4, 2)
-    below = records.finding("LOW_RANK", "info", where=where, evidence={"heads": 3.0})
+    below = records.finding("OVERSIZED_HEADS", "info", where=where, evidence={"heads": 3.0})
     below = below.model_copy(update={"heads": [2, 5, 7]})
-    heads = [head.model_copy(update={"band": [BAND] * 5}) for head in audit.heads]
-    audit = audit.model_copy(update={"findings": [below], "heads": heads})
+    audit = audit.model_copy(update={"findings": [below]})
     data = json.loads(Page(documents.page(audit)).scripts[0])
     assert sorted(data["targets"][0]["heads"]) == [50, 53, 55]
     assert sum(len(sign["x"]) for grid in data["grids"] for sign in grid["signs"]) == 3

@@ -165,10 +165,10 @@ class GivenOperator(nn.Module):
 def sites_of(make: MixingOperator | Callable[[Tensor], MixingOperator]) -> dict[str, Callable[..., Any]]:
     """Return ``sites`` by which `GivenOperator` has an operator: always the same, or made of its input."""
 
-    def adapter(module: nn.Module, args: tuple[Tensor, ...], kwargs: Any, output: Any) -> MixingOperator:
+    def operator_of(module: nn.Module, args: tuple[Tensor, ...], kwargs: Any, output: Any) -> MixingOperator:
         return make if isinstance(make, MixingOperator) else make(args[0])
 
-    return {"mix": adapter}
+    return {"mix": operator_of}
 
 
 class OnlyX(nn.Module):

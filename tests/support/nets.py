@@ -37,6 +37,17 @@ def with_batches() -> tuple[nn.Module, list[Tensor]]:
     return build(), [torch.zeros(1, 9, dtype=torch.long)]
 
 
+def several() -> tuple[nn.Module, list[Tensor]]:
+    return build(), [torch.full((1, 9), token) for token in range(3)]
+
+
+def drawn() -> tuple[nn.Module, list[Tensor]]:
+    """Return a model with other weights at each call."""
+    _, batches = several()
+    torch.seed()
+    return nn.Sequential(nn.Embedding(256, 16), Block()), batches
+
+
 def late() -> tuple[nn.Module, list[Tensor]]:
     return build(), [torch.zeros(1, 9, dtype=torch.long), torch.full((1, 9), 999)]
 

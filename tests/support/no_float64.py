@@ -121,11 +121,11 @@ def register() -> None:
 def check_audits() -> None:
     """Raise if audits with importance and a baseline differ from audits on the CPU by more than rounding."""
     for name, (model, batch, settings) in cases().items():
-        options: dict[str, Any] = {"importance": ImportanceSettings(**settings), "matrices": "all"}
+        options: dict[str, Any] = {"importance": ImportanceSettings(**settings), "attention_maps": "all"}
         options["baseline"] = name == "states"  # others would swap the data of tensors, which There cannot
         for method in ("exact", "estimate"):
             wanted, found = (
-                rw.audit(model.eval().to(device), [batch], method=method, **options)
+                rw.audit(model.eval().to(device), [batch], rank_method=method, **options)
                 for device in ("cpu", "other")
             )
             assert {parameter.device.type for parameter in model.parameters()} == {"other"}, name

@@ -220,7 +220,7 @@ def finding(code: str = "SINK", severity: str = "warning", **changes: Any) -> Fi
 
 FINDINGS: list[tuple[str, str, Address, dict[str, float], str, dict[str, Any]]] = [
     (
-        "COLLAPSE", "error", place(6), {"spread": 0.213, "mean_cosine": 0.955},
+        "COLLAPSE", "error", place(None), {"blocks": 6.0, "spread": 0.213, "mean_cosine": 0.955},
         "After layer 6 all tokens point almost the same way.",
         {"remedy": "rankwise skip sample/encoder-6x12 --init 1.0"},
     ),
@@ -243,14 +243,10 @@ FINDINGS: list[tuple[str, str, Address, dict[str, float], str, dict[str, Any]]] 
         {"heads": [4, 5], "remedy": "rankwise compress sample/encoder-6x12"},
     ),
     (
-        "LOW_RANK", "warning", place(4), {"numerical_rank": 44.1, "one_hot_rank": 81.1},
-        "The heads of this layer mix in fewer directions than every reference.", {},
+        "OVERSIZED_HEADS", "info", place(0), {"required_head_dim": 4.0, "heads": 12.0},
+        "The heads of this layer need few of their channels.", {},
     ),
     ("IDENTITY", "info", place(0, 1), {"identity_distance": 0.04}, "Every token keeps to itself.", {}),
-    (
-        "HIGH_RANK", "info", place(0), {"numerical_rank": 120.0, "one_hot_rank": 81.1},
-        "The heads of this layer mix in more directions than every reference.", {},
-    ),
     (
         "NOT_CAPTURED", "info", Address(site="pooler.mixer"), {},
         "A module that looks like a mixer was not captured.",
@@ -317,7 +313,7 @@ def nasty() -> Audit:
     where = Address(stack=NASTY, layer=1, head=2, site=site.format(1))
     found = [
         finding(NASTY, "error", where=where, evidence={NASTY: 1.0}, meaning=NASTY, remedy=NASTY),
-        finding("COLLAPSE", "error", where=Address(stack=NASTY, layer=1), meaning=NASTY, remedy=NASTY),
+        finding("COLLAPSE", "error", where=Address(stack=NASTY), meaning=NASTY, remedy=NASTY),
     ]
     about = provenance(
         NASTY,

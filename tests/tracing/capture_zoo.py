@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import rankwise as rw
-from rankwise.tracing.adapters import adapter_of
+from rankwise.tracing.readers import reader_of
 
 WIDTH, HEADS, TOKENS, BATCH = 24, 3, 7, 2
 CAUSAL = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
@@ -343,7 +343,7 @@ def seen(model: nn.Module, *given: Any, capture: dict[str, Any] | None = None, *
 
 
 def seen_with_outputs(model: nn.Module, **named: Any) -> tuple[rw.Trace, dict[str, Any]]:
-    """Return the trace that `seen` returns, and outputs of the modules with an adapter, by name."""
-    with rw.tracing.record_calls(model, lambda name, module: adapter_of(module) is not None) as calls:
+    """Return the trace that `seen` returns, and outputs of the modules with a reader, by name."""
+    with rw.tracing.record_calls(model, lambda name, module: reader_of(module) is not None) as calls:
         trace = seen(model, **named)
     return trace, {call.name: call.output for call in calls}

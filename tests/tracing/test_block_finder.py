@@ -260,7 +260,7 @@ def test_layers_and_states_of_a_hybrid_do_not_depend_on_names(order, held, name)
 def test_a_collapse_in_a_last_block_that_is_not_captured_is_found():
     audit = rw.audit(hybrid("aam", "Att"), [hidden(tokens=16)])
     collapse = [finding for finding in audit.findings if finding.code == "COLLAPSE"]
-    assert [finding.where.layer for finding in collapse] == [3]
+    assert [finding.evidence["blocks"] for finding in collapse] == [3]
 
 
 @pytest.mark.parametrize("name", ["Att", "SelfAttention"])

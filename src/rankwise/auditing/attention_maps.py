@@ -13,7 +13,7 @@ from rankwise.auditing.records import MAP_SIDE, AttentionMap, Finding, HeadRecor
 from rankwise.auditing.settings import ChosenHeads
 from rankwise.errors import InputError
 from rankwise.operators import IndexedMixing, MixingOperator
-from rankwise.tracing import MixerSite
+from rankwise.tracing import CapturedMixer
 
 MAP_BYTES = 2**28
 """Maximum size of all attention maps of an audit: 256 MiB, at 43 KiB per map. Further heads have no map."""
@@ -68,7 +68,7 @@ class AttentionMapRecorder:
         self._bytes_left = MAP_BYTES
 
     def record(
-        self, site: MixerSite, heads: Sequence[int], batch: Batch | None, before: int = 0
+        self, site: CapturedMixer, heads: Sequence[int], batch: Batch | None, before: int = 0
     ) -> list[dict[int, AttentionMap]]:
         """Return maps per sequence, by position in ``heads``; ``before`` sequences already have maps."""
         places = [place for place, head in enumerate(heads) if self.chosen.includes(site.layer, head)]
@@ -76,7 +76,7 @@ class AttentionMapRecorder:
         return [self._record_sequence(site, at, places, batch, before + at) for at in sequences]
 
     def _record_sequence(
-        self, site: MixerSite, at: int, places: Sequence[int], batch: Batch | None, sequence: int
+        self, site: CapturedMixer, at: int, places: Sequence[int], batch: Batch | None, sequence: int
     ) -> dict[int, AttentionMap]:
         """Return the maps of one sequence; for several image windows, the maps of the first window."""
         row = at * (site.operator.shape[0] // max(site.sequences, 1))
@@ -105,14 +105,16 @@ class AttentionMapRecorder:
             layers, numbers = zip(*known, strict=True)
             expected = f"heads of layers {min(layers)}–{max(layers)}, numbers {min(numbers)}–{max(numbers)}"
             fix = 'Counted from 0: "0:0" is head 0 of layer 0; "all" or "flagged" need no numbers.'
-            raise NoSuchHeadsError("`matrices`", expected=expected, got=_listed(self.chosen.heads), fix=fix)
+            raise NoSuchHeadsError(
+                "`attention_maps`", expected=expected, got=_listed(self.chosen.heads), fix=fix
+            )
 
     def missing(self, heads: Iterable[tuple[int, int]]) -> list[str]:
         """Return notes on maps that are missing: heads that do not exist, or no bytes left."""
         absent = self.chosen.heads - set(heads)
         return [*self.notes, *([f"no such head to keep the matrix of: {_listed(absent)}"] if absent else [])]
 
-    def _texts(self, site: MixerSite, batch: Batch | None, row: int, sequence: int) -> list[str]:
+    def _texts(self, site: CapturedMixer, batch: Batch | None, row: int, sequence: int) -> list[str]:
         """Return the keys in ``texts`` of row tokens and of column tokens; "" if the tokens are unknown."""
         found = []
         for ids, valid in zip(token_ids(site, batch), (site.valid_tokens, site.valid_sources), strict=True):

@@ -12,7 +12,6 @@ from pydantic import Field
 
 from rankwise._internals.records import Address, Count, Number, Record, grouped
 from rankwise._internals.statistics import mean
-from rankwise.auditing.findings import place_of
 from rankwise.auditing.match_findings import OUTCOMES, FindingChange, finding_changes
 from rankwise.auditing.measure_table import HEAD_MEASURES, STATE_MEASURES, HeadMeasure, StateMeasure
 from rankwise.auditing.records import Finding, HeadRecord, Provenance, StateRecord, last_states
@@ -172,7 +171,7 @@ def compare_two(before: Audit, after: Audit) -> Comparison:
     ]
     changes = [change for change in every if change.size]
     by_layer = _layer_changes(before, after, stacks)
-    only = [[*map(place_of, only_heads[side]), *map(place_of, only_states[side])] for side in (0, 1)]
+    only = [[record.id for record in (*only_heads[side], *only_states[side])] for side in (0, 1)]
     return Comparison(
         before=before.provenance, after=after.provenance, heads=len(heads), states=len(states),
         warnings=[*_warnings(before, after, heads, states), *costs, *baselines],
@@ -180,7 +179,7 @@ def compare_two(before: Audit, after: Audit) -> Comparison:
         by_layer=[change for change in by_layer if change.measure not in left_out],
         below_rounding=len(every) - len(changes),
         changes=sorted(changes, key=lambda change: (-change.size, change.where.sort_key, change.measure)),
-        findings=finding_changes(before, after), matched=[place_of(head) for _, head in heads],
+        findings=finding_changes(before, after), matched=[head.id for _, head in heads],
         only_before=only[0], only_after=only[1],
     )  # fmt: skip
 
@@ -235,8 +234,7 @@ def _changes(
         change = new - old if all(known) else math.nan
         size = min(abs(change) / scale, 1.0) if all(known) else 1.0
         size = 0.0 if size <= rounding else size
-        where, name = place_of(after), measure.name
-        yield Change(where=where, measure=name, before=old, after=new, change=change, size=size)
+        yield Change(where=after.id, measure=measure.name, before=old, after=new, change=change, size=size)
 
 
 def layer_means(audit: Audit) -> dict[LayerKey, tuple[float, float]]:
@@ -382,10 +380,10 @@ def _baseline_difference(before: Audit, after: Audit) -> list[str]:
     """Return a warning if only one audit has a baseline."""
     if (before.baseline is None) == (after.baseline is None):
         return []
-    alone, other = ("after", "before") if before.baseline is None else ("before", "after")
+    alone = "after" if before.baseline is None else "before"
     return [
-        f"Only the audit {alone} has a baseline: changes leave out measures at initialization. Its HIGH_RANK "
-        f"and LOW_RANK compare with initialization; in the audit {other} they compare with reference ranks."
+        f"Only the audit {alone} was compared with initialization: changes leave out measures at "
+        "initialization."
     ]
 
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rankwise._internals.forward import Batch
-    from rankwise.tracing import MixerSite
+    from rankwise.tracing import CapturedMixer
 
 TOKENS_KEPT = 16
 """Number of token names that a record keeps for each kind of name; an attention sink has one or two."""
@@ -163,7 +163,7 @@ class TokenNames:
         return self._known[number]
 
     def peaks(
-        self, site: "MixerSite", batch: "Batch | None", columns: Sequence[Sequence[int]]
+        self, site: "CapturedMixer", batch: "Batch | None", columns: Sequence[Sequence[int]]
     ) -> list[list[list[str]]]:
         """Return names of tokens at ``columns`` by sequence and head: padding is skipped, −1 is []."""
         _, read = token_ids(site, batch)
@@ -175,7 +175,7 @@ class TokenNames:
         ]
 
 
-def token_ids(site: "MixerSite", batch: "Batch | None") -> "tuple[TokenIds | None, TokenIds | None]":
+def token_ids(site: "CapturedMixer", batch: "Batch | None") -> "tuple[TokenIds | None, TokenIds | None]":
     """Return the token ids of rows and of columns of a mixing matrix; None if no input has their shape."""
     from rankwise._internals.forward import tensors_of
 

@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby, product
+from itertools import groupby
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
@@ -18,11 +18,10 @@ from rankwise.auditing.importance_findings import (
     saved_share,
     with_removal_costs,
 )
-from rankwise.auditing.measure_table import REFERENCES, mixer_kind
+from rankwise.auditing.measure_table import mixer_kind
 from rankwise.auditing.provenance import loading_command, runnable
 from rankwise.auditing.records import (
     SEVERITY_ORDER,
-    Baseline,
     Finding,
     HeadRecord,
     Provenance,
@@ -43,8 +42,6 @@ SINK_MASS = 0.9
 CONSTANT_STABLE_RANK, CONSTANT_DISTANCE = 1.1, 0.3
 # IDENTITY, DUPLICATE_HEADS: the squared distance is below 1 % (0.1²) of the sum of both squared norms.
 IDENTITY_DISTANCE = DUPLICATE_DISTANCE = 0.1
-# HIGH_RANK, LOW_RANK: rank divided by each reference rank; for T ≥ 32 these vary by about 10 % or less.
-HIGH_RANK, LOW_RANK = 1.25, 0.5
 # COLLAPSE: threshold on token spread, whose square is the share of ‖Y‖² that differs between tokens; runs
 # with a value below it halfway, and those of them that did not learn (docs/evidence/collapse-rule.md).
 COLLAPSE_SPREAD, COLLAPSED_RUNS, COLLAPSED_FAILED = 0.04, 40, 37
@@ -148,8 +145,8 @@ def check_codes(codes: Sequence[str]) -> list[str]:
     """Return codes in upper case with underscores; raise if one is unknown, with similar known codes.
 
     Examples:
-        >>> check_codes(["collapse", "low-rank"])
-        ['COLLAPSE', 'LOW_RANK']
+        >>> check_codes(["collapse", "inactive-block"])
+        ['COLLAPSE', 'INACTIVE_BLOCK']
     """
     return [one_of(f"code {code}", code.upper().replace("-", "_"), RULES) for code in codes]
 
@@ -198,12 +195,17 @@ def nonfinite(measured: Measured) -> Iterator[Finding]:
     for state in measured.states:
         if state.nonfinite:
             words = f"Token states after {state.blocks} blocks: {meaning}"
-            evidence = {"sequences": state.nonfinite}
+            evidence = {"blocks": state.blocks, "sequences": state.nonfinite}
             found.append(_finding("NONFINITE", state, evidence, words, "error", remedy=remedy))
     stacks = [finding.where.stack for finding in found]
-    # the mixer of a layer reads the states of the same number
+    # the mixer of a block comes before the states that the block writes
     yield from sorted(
-        found, key=lambda one: (stacks.index(one.where.stack), one.where.layer or 0, "heads" in one.evidence)
+        found,
+        key=lambda finding: (
+            stacks.index(finding.where.stack),
+            finding.where.sort_key[1],
+            "blocks" in finding.evidence,
+        ),
     )
 
 
@@ -221,14 +223,16 @@ def collapse(measured: Measured) -> Iterator[Finding]:
         if not low or math.isnan(first):
             continue
         start, lowest = low[0], min(state.spread for state in low)
-        bounds = {"spread_input": first, "spread_lowest": lowest}
-        evidence = {"spread": start.spread, **bounds, "mean_cosine": start.mean_cosine}
+        evidence = {
+            "blocks": start.blocks, "spread": start.spread, "spread_input": first, "spread_lowest": lowest,
+            "mean_cosine": start.mean_cosine,
+        }  # fmt: skip
         words = (
             f"Tokens become equal: token spread μ/‖Y‖ {first:.2g} at the input, {start.spread:.2g} "
             f"after {start.blocks} blocks, at the lowest {lowest:.2g}. In experiments {COLLAPSED_FAILED} of "
             f"{COLLAPSED_RUNS} training runs with a value below {COLLAPSE_SPREAD:g} halfway did not learn."
         )
-        yield _finding("COLLAPSE", start, evidence, words, "error")
+        yield _finding("COLLAPSE", Address(start.stack), evidence, words, "error")
 
 
 @rule(
@@ -245,7 +249,7 @@ def inactive_block(measured: Measured) -> Iterator[Finding]:
                 f"Block {state.blocks - 1} barely changes its tokens: only {state.relative_update:.1g} of "
                 "its output is not a multiple of its input."
             )
-            yield _finding("INACTIVE_BLOCK", state, {}, words, "warning")
+            yield _finding("INACTIVE_BLOCK", state, {"blocks": state.blocks}, words, "warning")
 
 
 @rule(
@@ -323,88 +327,6 @@ def duplicate_heads(measured: Measured) -> Iterator[Finding]:
 
 
 @rule(
-    "HIGH_RANK", "LOW_RANK", about="mixer", decided_by="heads", worse="higher", shown_by="numerical_rank",
-    with_costs=True, causes_action=False,
-)  # fmt: skip
-def unusual_rank(measured: Measured) -> Iterator[Finding]:
-    """Find heads whose rank differs from initialization; without a baseline, from every reference rank."""
-    for mixer in measured.mixers:
-        long = [head for head in mixer if _tokens(head) >= MIN_TOKENS]
-        with_baseline = [head for head in long if _baseline(head)]
-        others = [head for head in long if not _baseline(head) and _references(head)]
-        for judged, code in product((with_baseline, others), ("HIGH_RANK", "LOW_RANK")):
-            if found := [head for head in judged if rank_code(head) == code]:
-                yield _rank_finding(code, found, len(judged))
-
-
-def _rank_finding(code: str, found: list[HeadRecord], judged: int) -> Finding:
-    """Return one finding on all heads ``found``, at the head that is farthest from its nearest reference."""
-
-    def distance(head: HeadRecord) -> float:
-        ratios = ((head.middle_rank + 1) / (reference + 1) for reference in _references(head))
-        return min(abs(math.log(ratio)) for ratio in ratios)
-
-    head = max(found, key=distance)
-    rank, baseline, references = head.middle_rank, _baseline(head), _middle(head.band).references
-    deltas = {"delta_low": head.band[0].delta, "delta_high": head.band[-1].delta}
-    span = "δ from {delta_low:.2g} to {delta_high:.2g}.".format(**deltas)
-    evidence: dict[str, float | int] = {"heads": len(found), "of": judged, "numerical_rank": rank}
-    words, high = f"{len(found)} of {judged} heads have", code == "HIGH_RANK"
-    if baseline is None:
-        than = f"over {HIGH_RANK:g} times" if high else "less than half"
-        listed = ", ".join(f"{REFERENCES[name]} {value:.0f}" for name, value in references.items())
-        words += f" {than} the rank of each reference (of {head.tokens:.0f}: {listed}), whatever {span}"
-        remedy = "see what training did: `{audit --baseline --out NAME-baseline | "
-        remedy += "rw.audit(model, batches, baseline=True)}`"
-    else:
-        at, (initial,) = _middle(baseline.band), _references(head)
-        evidence |= {
-            "baseline": initial, "baseline_std": at.seed_std,
-            "difference": (at.difference_low + at.difference_high) / 2, "margin": at.margin,
-            "pairs": at.pairs, "seeds": baseline.seeds,
-        }  # fmt: skip
-        words += (
-            f" {'more' if high else 'less'} rank than the same heads at initialization on the same data: "
-            f"head {head.head} has {rank:.0f} of {head.full_rank:.0f}, initially {initial:.0f}; over "
-            f"sequences and seeds the difference varies by ±{at.margin:.2g}. This holds for {span}"
-        )
-        remedy = WITHOUT_IT
-    evidence |= references | deltas
-    return _finding(code, head, evidence, words, heads=found, remedy=remedy)
-
-
-def _baseline(head: HeadRecord) -> Baseline | None:
-    """Return a head's baseline; None if its margins or the scale of the mixing matrix are unknown."""
-    known = head.baseline is not None and head.baseline.judged and mixer_kind(head.kind).scale_is_known
-    return head.baseline if known else None
-
-
-def rank_code(head: HeadRecord) -> str | None:
-    """Return HIGH_RANK or LOW_RANK if the rank is beyond all references at every threshold, else None."""
-    if (baseline := _baseline(head)) is not None:
-        high = all(point.difference_low > point.margin for point in baseline.band)
-        low = all(-point.difference_high > point.margin for point in baseline.band)
-    else:
-        known = bool(_references(head))
-        high = known and all(at.rank_low > HIGH_RANK * max(at.references.values()) for at in head.band)
-        low = known and all(at.rank_high < LOW_RANK * min(at.references.values()) for at in head.band)
-    return "HIGH_RANK" if high else "LOW_RANK" if low else None
-
-
-def _references(head: HeadRecord) -> list[float]:
-    """Return the reference ranks of a head at δ; an empty list if a threshold of the band has none."""
-    if (baseline := _baseline(head)) is not None:
-        at = _middle(baseline.band)
-        return [(at.rank_low + at.rank_high) / 2]
-    known = bool(head.band) and all(at.references for at in head.band)
-    return list(_middle(head.band).references.values()) if known else []
-
-
-def _middle(band: Sequence[Any]) -> Any:
-    return band[len(band) // 2]
-
-
-@rule(
     "OVERSIZED_HEADS", about="mixer", decided_by="heads", worse="neither", shown_by="required_head_dim",
     remedy=f"`{{compress --parts qk,rotary --tolerance {WIDTH_TOLERANCE:g} --out NAME-narrow | rw.compress("
     f'model, batches, parts=("qk", "rotary"), tolerance={WIDTH_TOLERANCE:g})}}`',
@@ -450,14 +372,9 @@ def not_captured(measured: Measured) -> Iterator[Finding]:
         name, evidence = modules[0].name, {"modules": len(modules)}
         words = f"{len(modules)} × {kind} looks like a mixer and is not in this audit: {reason}."
         severity: Severity = "info" if reason.startswith("never called") else "warning"
-        remedy = "write an adapter that returns its operator (docs/reference/models.md, sites by hand), then "
-        remedy += f"`rw.audit(model, batches, sites={{{name!r}: adapter}})`"
+        remedy = "write a function that returns its operator (docs/reference/models.md, sites by hand), then "
+        remedy += f"`rw.audit(model, batches, sites={{{name!r}: operator_of}})`"
         yield _finding("NOT_CAPTURED", Address(site=name), evidence, words, severity, remedy=remedy)
-
-
-def place_of(record: HeadRecord | StateRecord) -> Address:
-    """Return the address of a head, or of token states, where ``layer`` is the number of blocks passed."""
-    return record.id if isinstance(record, HeadRecord) else Address(record.stack, record.blocks, record.site)
 
 
 def _finding(
@@ -470,7 +387,7 @@ def _finding(
     remedy: str = "",
 ) -> Finding:
     """Return a finding, with the evidence that its rule defines and, by default, the remedy of the rule."""
-    rule, place = RULES[code], where if isinstance(where, Address) else place_of(where)
+    rule, place = RULES[code], where if isinstance(where, Address) else where.id
     stated = {name: getattr(where, name) for name in rule.evidence.split()}
     return Finding(
         code=code, severity=severity, where=place, evidence=stated | dict(evidence), meaning=meaning,

@@ -81,7 +81,7 @@ def _outcome(old: Finding | None, new: Finding, ours: "_Records", theirs: "_Reco
     change = float(SEVERITY_ORDER[old.severity] - SEVERITY_ORDER[new.severity])
     rule = RULES.get(new.code)
     if not change and about(new.code) != "model":
-        change = (old.where.layer or 0) - (new.where.layer or 0)  # nonzero only for findings about stacks
+        change = old.evidence.get("blocks", 0) - new.evidence.get("blocks", 0)  # equal if a block is named
     if not change and rule is not None:
         numbers = [finding.evidence.get(rule.decided_by, math.nan) for finding in (old, new)]
         if rule.worse == "neither":
@@ -115,7 +115,7 @@ class _Records:
         where, rule = finding.where, RULES[finding.code]
         states = [state for state in self._states if state.stack == where.stack]
         row: HeadRecord | StateRecord | None = next(
-            (state for state in states if state.blocks == where.layer), None
+            (state for state in states if state.blocks == finding.evidence.get("blocks")), None
         )
         name = rule.decided_by
         if where.head is not None:

@@ -19,10 +19,10 @@ from rankwise.auditing.measure_table import HEAD_MEASURES, STATE_MEASURES, mixer
 from rankwise.auditing.provenance import PROBES, SEED, STEPS
 from rankwise.auditing.records import BAND, thresholds
 from rankwise.auditing.reference_ranks import Mask, masks_of, reference_ranks
-from rankwise.auditing.settings import Method
+from rankwise.auditing.settings import RankMethod
 from rankwise.auditing.statistics import ERRORS, MEANS, RANKS, HeadStatistics, StateStatistics
 from rankwise.operators import MixingOperator
-from rankwise.tracing import MixerSite, StateSite
+from rankwise.tracing import CapturedMixer, CapturedState
 
 EXACT_BYTES = 2**29
 """Maximum bytes of a float64 matrix with exact ranks: 512 MiB, T = S = 8,192. Its decomposition takes four
@@ -64,7 +64,7 @@ class HeadBatch:
     """Column with the largest mean weight by sequence and head, counted without padding; −1 if none."""
 
 
-def sampled(site: MixerSite) -> tuple[MixerSite, list[int]]:
+def sampled(site: CapturedMixer) -> tuple[CapturedMixer, list[int]]:
     """Return the site (one mixer call) restricted to the heads to measure, and the indices of these heads.
 
     The site is moved to the CPU if its device does not have float64.
@@ -83,10 +83,10 @@ def sampled(site: MixerSite) -> tuple[MixerSite, list[int]]:
 
 
 def measure_heads(
-    site: MixerSite,
+    site: CapturedMixer,
     heads: list[int],
     delta: float,
-    method: Method,
+    method: RankMethod,
     *,
     names: TokenNames | None = None,
     batch: Batch | None = None,
@@ -168,7 +168,7 @@ def _add_examples(
     examples.grids = [patch_grid(len(shares), image) if shares else None for shares in examples.memberships]
 
 
-def _batches(site: MixerSite, delta: float, method: Method) -> Iterator[HeadBatch]:
+def _batches(site: CapturedMixer, delta: float, method: RankMethod) -> Iterator[HeadBatch]:
     operator = site.operator
     sequences, heads, tokens, sources = operator.shape
     whole = bool(site.valid_tokens.all()) and bool(site.valid_sources.all())
@@ -188,7 +188,7 @@ def _batches(site: MixerSite, delta: float, method: Method) -> Iterator[HeadBatc
             yield _without_tokens(heads)
 
 
-def is_estimated(operator: MixingOperator, method: Method) -> bool:
+def is_estimated(operator: MixingOperator, method: RankMethod) -> bool:
     """Return True if ranks of these matrices are estimated: on request, or beyond `EXACT_BYTES`."""
     return method == "estimate" or (method == "auto" and _matrix_bytes(operator) > EXACT_BYTES)
 
@@ -198,7 +198,7 @@ def _matrix_bytes(operator: MixingOperator) -> int:
 
 
 def _measure(
-    site: MixerSite, index: slice, operator: MixingOperator, delta: float, method: Method
+    site: CapturedMixer, index: slice, operator: MixingOperator, delta: float, method: RankMethod
 ) -> HeadBatch:
     sequences, heads, tokens, sources = operator.shape
     estimated = is_estimated(operator, method)
@@ -287,7 +287,7 @@ def _formed(operator: MixingOperator) -> Tensor:
 
 
 def _memberships(
-    site: MixerSite, index: slice
+    site: CapturedMixer, index: slice
 ) -> tuple[Tensor | float, Tensor | float, list[list[list[float]]]]:
     """Return mean membership and coding rate per head, and memberships of tokens in the first sequence."""
     operator = site.operator[index]
@@ -318,7 +318,9 @@ def _without_tokens(heads: int) -> HeadBatch:
     )  # fmt: skip
 
 
-def measure_states(state: StateSite, before: StateSite | None, *, ranks: bool = True) -> StateStatistics:
+def measure_states(
+    state: CapturedState, before: CapturedState | None, *, ranks: bool = True
+) -> StateStatistics:
     """Return statistics of token states. ``before``: states that the block read; ``ranks``: run an SVD."""
     home = float64_device(state.tokens.device)
     tokens, mask = state.tokens.to(home), None if state.mask is None else state.mask.to(home)

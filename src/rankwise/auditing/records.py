@@ -40,8 +40,6 @@ PEAK_MASS = 0.5
 each row attends to the previous token, the largest mean weight is only about 1/S."""
 MAP_SIDE = 128
 """Maximum number of rows and of columns of an attention map."""
-OF_STATES = ("COLLAPSE", "INACTIVE_BLOCK", "NONFINITE")
-"""Codes of findings that can be about token states."""
 NOTHING = "nothing:"
 """First word of remedies that cause no action."""
 
@@ -350,6 +348,11 @@ class StateOrigin(Record):
     """Number of channels D of a token state."""
 
     @property
+    def id(self) -> Address:
+        """Address of the block that wrote the states; for the input of the first block, of the stack."""
+        return Address(self.stack, self.blocks - 1, self.site) if self.blocks else Address(self.stack)
+
+    @property
     def full_rank(self) -> float:
         """min(T, D), where T is the mean number of tokens."""
         return min(self.tokens, float(self.hidden_size))
@@ -396,12 +399,8 @@ class Finding(Record):
 
     @property
     def place(self) -> str:
-        """Address of a head, or of token states, where `layer` is the number of blocks passed."""
-        of_states = self.code in OF_STATES and "heads" not in self.evidence
-        if not of_states or self.where.head is not None or self.where.layer is None:
-            return str(self.where)
-        passed = f"after {self.where.layer} block{'s' * (self.where.layer != 1)}"
-        return f"{strip_control(self.where.stack)} {passed}".strip()
+        """Address of the finding as text, such as "encoder.layer layer 3 head 7"."""
+        return str(self.where)
 
     def __repr__(self) -> str:
         return f"Finding({strip_control(self.code)}, {self.severity}, {self.place!r}: {self.meaning!r})"

@@ -31,14 +31,14 @@ from rankwise.auditing.measure import measure_heads, measure_states, sampled
 from rankwise.auditing.provenance import DataDigest, provenance_of, weights_digest
 from rankwise.auditing.records import Provenance
 from rankwise.auditing.result import Audit
-from rankwise.auditing.settings import AuditSettings, BaselineOption, ChosenHeads, Matrices, Method, Progress
+from rankwise.auditing.settings import AuditSettings, BaselineOption, MapOption, Progress, RankMethod
 from rankwise.auditing.statistics import AuditStatistics, ModelStatistics
 from rankwise.errors import CaptureError, InputError, RankwiseError
 from rankwise.importance import Importance, ImportanceSettings
 from rankwise.importance import measure as measure_importance
 from rankwise.importance.settings import ImportanceOption
 from rankwise.measures import DELTA
-from rankwise.tracing import MixerSite, SiteAdapter, StateSite, Trace, capture, compiled_modules
+from rankwise.tracing import CapturedMixer, CapturedState, OperatorFunction, Trace, capture, compiled_modules
 from rankwise.tracing.model_checks import sharded_again, without_copies
 
 OF_PARAMETERS = "nn.MultiheadAttention computes its heads from parameters of its own, not from an nn.Linear"
@@ -49,14 +49,12 @@ class AuditError(RankwiseError):
     """Raised if the model, a batch or a later step fails during an audit.
 
     ``audit`` contains the finished batches, or the finished layers of the first batch; None if nothing was
-    finished. ``statistics`` are the statistics from which ``audit`` was built.
+    finished.
     """
 
-    def __init__(
-        self, cause: RankwiseError, audit: Audit | None = None, statistics: AuditStatistics | None = None
-    ) -> None:
+    def __init__(self, cause: RankwiseError, audit: Audit | None = None) -> None:
         super().__init__(cause.subject, expected=cause.expected, got=cause.got, fix=cause.fix)
-        self.audit, self.statistics = audit, statistics
+        self.audit = audit
 
 
 def audit(
@@ -68,10 +66,10 @@ def audit(
     tokenizer: Callable[..., Any] | None = None,
     tokens: int = 256,
     batch_size: int = 4,
-    method: Method = "auto",
-    sites: Mapping[str, SiteAdapter] | None = None,
+    rank_method: RankMethod = "auto",
+    sites: Mapping[str, OperatorFunction] | None = None,
     blocks: str | None = None,
-    matrices: Matrices | None = None,
+    attention_maps: MapOption | None = None,
     importance: ImportanceOption = False,
     loss: bool = False,
     baseline: BaselineOption = False,
@@ -100,11 +98,11 @@ def audit(
             attention maps if it has a method ``decode``; without it tokens are shown as ids.
         tokens: maximum number of tokens per text, or less if the model accepts less.
         batch_size: texts per batch.
-        method: "exact"; "estimate" (`estimate_spectrum`: with standard errors, and an interval if δ cannot
-            be resolved); or "auto", exact if a float64 matrix takes at most 512 MiB (T = S = 8,192).
+        rank_method: "exact"; "estimate" (`estimate_spectrum`: with standard errors, and an interval if δ
+            cannot be resolved); or "auto", exact if a float64 matrix takes at most 512 MiB (T = S = 8,192).
         sites: functions that return the mixing matrix (operator) of a module, by name, as in `capture`.
         blocks: names of the residual blocks, as in `capture`.
-        matrices: heads that keep attention maps of the first two sequences (`AttentionMap`, at most 128×128,
+        attention_maps: heads that keep maps of the first two sequences (`AttentionMap`, at most 128×128,
             longer sequences averaged block by block): "flagged" (heads with a finding), "all", "3:7,5:0"
             (layer:head), or pairs. Cost: one product with 128 columns per head; at most 256 MiB in all.
         importance: measure the loss without each head and block, and which heads can be removed together.
@@ -125,7 +123,7 @@ def audit(
             ``audit`` contains the finished measurements.
         CaptureError: if no mixing operator is found.
         InputError: if an option is wrong, there are no batches or both batches and texts, or (after the first
-            batch) the model has none of the heads in ``matrices``.
+            batch) the model has none of the heads in ``attention_maps``.
         InitializationError: before anything is measured, if a baseline is requested and the model cannot be
             built at initialization.
 
@@ -137,34 +135,17 @@ def audit(
         [(0, 0), (0, 1)]
     """
     settings = AuditSettings.of(
-        delta=delta, tokenizer=tokenizer, method=method, sites=sites, blocks=blocks, matrices=matrices,
-        importance=importance, loss=loss, baseline=baseline, provenance=provenance, on_progress=on_progress,
+        delta=delta, tokenizer=tokenizer, rank_method=rank_method, sites=sites, blocks=blocks,
+        attention_maps=attention_maps, importance=importance, loss=loss, baseline=baseline,
+        provenance=provenance, on_progress=on_progress,
     )  # fmt: skip
     notes: list[str] = []
     if texts is not None and isinstance(model := without_copies(model), nn.Module):
         batches, notes = from_texts(model, batches, texts, tokenizer, tokens=tokens, batch_size=batch_size)
     check_batches(batches if texts is None else ())
-    return build_audit(collect(model, () if batches is None else batches, settings, notes), settings.maps)
-
-
-def collect(
-    model: nn.Module, batches: Iterable[Batch], settings: AuditSettings, notes: Sequence[str] = ()
-) -> AuditStatistics:
-    """Return the statistics of a model, from which `build_audit` builds an audit; raise as `audit` does.
-
-    Unlike audits, statistics of shards of the data can be merged with required head dimensions and baseline.
-    """
     run = Run(without_copies(model), settings, notes)
-    run.run(batches)
-    return run.collected()
-
-
-def build_audit(statistics: AuditStatistics, maps: ChosenHeads | None) -> Audit:
-    """Return the audit of statistics, with attention maps of the chosen heads only."""
-    audit = Audit.from_statistics(statistics)
-    if maps is None or not maps.flagged:
-        return audit
-    return audit.model_copy(update={"heads": only_flagged(audit.heads, audit.findings)})
+    run.run(() if batches is None else batches)
+    return run.audit()
 
 
 class Run:
@@ -192,7 +173,7 @@ class Run:
         self.copies: dict[int, ModelStatistics] = {}
         """Statistics of copies at initialization, by random seed."""
         self.built = ""
-        self._states: dict[str, StateSite] = {}
+        self._states: dict[str, CapturedState] = {}
         """Last token state by stack of blocks, with which the next state is compared."""
         self._batch: Any = None
         self._on_progress = settings.on_progress or (lambda batches, site: None)
@@ -248,13 +229,13 @@ class Run:
             fix = "Pass a list of batches; an iterator that was read before yields none."
             raise InputError("`batches`", expected="at least one batch", got="none", fix=fix)
 
-    def _mixer(self, captured: MixerSite) -> None:
+    def _mixer(self, captured: CapturedMixer) -> None:
         with _measuring(captured.name), one_thread():  # one thread per matrix; matrices run in parallel
             site, heads = sampled(captured)
             if len(heads) < (every := captured.operator.shape[-3]):
                 self.measured_in_part[f"{len(heads)} of the {every} channels of {site.kind} mixers"] = None
             statistics = measure_heads(
-                site, heads, self.settings.delta, self.settings.method,
+                site, heads, self.settings.delta, self.settings.rank_method,
                 names=self.names, batch=self._batch, each_sequence=self.each_sequence,
             )  # fmt: skip
             if self.maps is not None:
@@ -266,7 +247,7 @@ class Run:
             self.batch_statistics.add_heads(statistics)
         self._on_progress(self.batches, site.name)
 
-    def _state(self, state: StateSite) -> None:
+    def _state(self, state: CapturedState) -> None:
         with _measuring(state.name), one_thread():
             before, self._states[state.stack] = self._states.get(state.stack), state
             follows = (
@@ -329,20 +310,24 @@ class Run:
         except Exception as error:
             raise self._step_failed(error, "importance", "the model's loss without its heads") from error
 
-    def collected(self) -> AuditStatistics:
-        """Return all statistics collected so far: batches, copies, importance and origin."""
-        return AuditStatistics(
+    def audit(self) -> Audit:
+        """Return the audit of all that was measured so far: batches, copies, importance and origin."""
+        statistics = AuditStatistics(
             heads=self.statistics.heads, states=self.statistics.states, copies=self.copies, built=self.built,
             provenance=self._provenance(), complete=self.complete, importance=self.importance,
             uncaptured=list(self.trace.uncaptured),
             texts={} if self.maps is None else self.maps.texts,
         )  # fmt: skip
+        audit = Audit.from_statistics(statistics)
+        if self.settings.maps is None or not self.settings.maps.flagged:
+            return audit
+        return audit.model_copy(update={"heads": only_flagged(audit.heads, audit.findings)})
 
     def _provenance(self) -> Provenance:
         given = self.settings.provenance
         missing = [] if self.maps is None else self.maps.missing(self._head_numbers())
         measured: dict[str, Any] = {
-            "delta": self.settings.delta, "method_asked": self.settings.method, "batches": self.batches,
+            "delta": self.settings.delta, "method_asked": self.settings.rank_method, "batches": self.batches,
             "sequences": self.sequences, "parts": [self.data.value] if self.data.value else [],
             "seconds": round(perf_counter() - self.started, 1),
         }  # fmt: skip
@@ -388,9 +373,7 @@ class Run:
         return self._failed(error, kept=True)
 
     def _failed(self, error: RankwiseError, kept: bool) -> AuditError:
-        statistics = self.collected() if kept else None
-        audit = None if statistics is None else build_audit(statistics, self.settings.maps)
-        return AuditError(error, audit, statistics)
+        return AuditError(error, self.audit() if kept else None)
 
 
 @contextmanager

@@ -11,11 +11,11 @@ from rankwise.auditing.initialization import BaselineSettings
 from rankwise.auditing.provenance import check_provenance
 from rankwise.errors import InputError, instance_of, one_of, whole_number
 from rankwise.importance.settings import ImportanceOption, ImportanceSettings, importance_settings
-from rankwise.tracing import SiteAdapter
+from rankwise.tracing import OperatorFunction
 
-Method = Literal["auto", "exact", "estimate"]
+RankMethod = Literal["auto", "exact", "estimate"]
 """Method of computing ranks; "auto" is exact for matrices of at most `EXACT_BYTES` in float64."""
-Matrices = str | Iterable[tuple[int, int]]
+MapOption = str | Iterable[tuple[int, int]]
 """Heads whose attention maps are kept: "flagged", "all", "3:7,5:0" (layer:head), or pairs (layer, head)."""
 BaselineOption = bool | int | Callable[[int], nn.Module] | BaselineSettings
 Progress = Callable[[int, str], None]
@@ -27,10 +27,10 @@ class AuditOptions(TypedDict, total=False):
 
     delta: float
     tokenizer: Callable[..., Any] | None
-    method: Method
-    sites: Mapping[str, SiteAdapter] | None
+    rank_method: RankMethod
+    sites: Mapping[str, OperatorFunction] | None
     blocks: str | None
-    matrices: Matrices | None
+    attention_maps: MapOption | None
     importance: ImportanceOption
     loss: bool
     baseline: BaselineOption
@@ -56,8 +56,8 @@ class AuditSettings:
 
     delta: float = DELTA
     tokenizer: Callable[..., Any] | None = None
-    method: Method = "auto"
-    sites: Mapping[str, SiteAdapter] | None = None
+    rank_method: RankMethod = "auto"
+    sites: Mapping[str, OperatorFunction] | None = None
     blocks: str | None = None
     maps: ChosenHeads | None = None
     importance: ImportanceSettings | None = None
@@ -70,7 +70,12 @@ class AuditSettings:
         """Return the settings from options of `rankwise.audit`; raise `InputError` if an option is wrong."""
         for name in options:
             one_of("option of `rankwise.audit`", name, AuditOptions.__annotations__)
-        given: dict[str, Any] = {"delta": DELTA, "method": "auto", "importance": False, "baseline": False}
+        given: dict[str, Any] = {
+            "delta": DELTA,
+            "rank_method": "auto",
+            "importance": False,
+            "baseline": False,
+        }
         given |= options
         loss = instance_of("`loss`", given.get("loss", False), bool, "True or False", fix="Try `loss=True`.")
         if loss and given["importance"] is False:
@@ -94,10 +99,10 @@ class AuditSettings:
         return cls(
             delta=given["delta"],
             tokenizer=tokenizer,
-            method=one_of("`method`", given["method"], get_args(Method)),
+            rank_method=one_of("`rank_method`", given["rank_method"], get_args(RankMethod)),
             sites=sites,
             blocks=blocks,
-            maps=chosen_heads(given.get("matrices")),
+            maps=chosen_heads(given.get("attention_maps")),
             importance=importance_settings(given["importance"], tokenizer),
             baseline=baseline_settings(given["baseline"]),
             provenance=dict(provenance),
@@ -112,24 +117,24 @@ def check_callable(name: str, value: Any) -> None:
         raise InputError(f"`{name}`", expected="a function", got=repr(value), fix=fix)
 
 
-def chosen_heads(matrices: Any) -> ChosenHeads | None:
+def chosen_heads(option: Any) -> ChosenHeads | None:
     """Return the heads that keep attention maps, None for no maps; raise `InputError` if malformed."""
-    if matrices is None:
+    if option is None:
         return None
-    given = matrices
-    if isinstance(matrices, str):
-        word = matrices.strip().lower()
+    given = option
+    if isinstance(option, str):
+        word = option.strip().lower()
         if word in ("flagged", "all"):
             return ChosenHeads(flagged=word == "flagged")
-        given = [part.split(":") for part in word.split(",")]
+        given = [pair.split(":") for pair in word.split(",")]
     try:
         pairs = [(int(layer), int(head)) for layer, head in given]
     except (TypeError, ValueError):
         pairs = []
     if not pairs:
         expected = '"flagged", "all", or heads by layer and number, such as "3:7,5:0"'
-        fix = 'Counted from 0: `matrices="3:7"` keeps head 7 of layer 3.'
-        raise InputError("`matrices`", expected=expected, got=repr(matrices), fix=fix)
+        fix = 'Counted from 0: `attention_maps="3:7"` keeps head 7 of layer 3.'
+        raise InputError("`attention_maps`", expected=expected, got=repr(option), fix=fix)
     return ChosenHeads(frozenset(pairs))
 
 

@@ -19,24 +19,24 @@ PASS_TEXTS = "Pass strings with their tokenizer: `rw.audit(model, texts=[…], t
 
 
 class Shard(NamedTuple):
-    """Consecutive part of the data for process ``rank`` of ``world``; sizes differ by at most one item.
+    """Consecutive part ``number`` (from 0) of ``total`` parts of the data; sizes differ by at most one item.
 
     Examples:
-        >>> [Shard(rank, 3).of("abcd") for rank in range(3)]
+        >>> [Shard(number, 3).of("abcd") for number in range(3)]
         ['ab', 'c', 'd']
     """
 
-    rank: int = 0
-    world: int = 1
+    number: int = 0
+    total: int = 1
 
     def of(self, items: Sequence[T]) -> Sequence[T]:
-        """Return the items that belong to this process."""
-        start, stop = (-(-len(items) * rank // self.world) for rank in (self.rank, self.rank + 1))
+        """Return the items of this part."""
+        start, stop = (-(-len(items) * n // self.total) for n in (self.number, self.number + 1))
         return items[start:stop]
 
 
 ALL = Shard()
-"""Shard of a single process: all items."""
+"""Shard of all items."""
 
 
 def evenly(count: int, most: int) -> list[int]:
@@ -81,7 +81,7 @@ def text_batches(
         tokenizer: a transformers tokenizer, or a callable that maps a list of texts to ``input_ids``.
         tokens: length of a window, or the maximum length of a sequence.
         batch_size: sequences per batch; the last batch may have fewer.
-        shard: part of the data that this process reads.
+        shard: part of the sequences to return.
 
     Raises:
         InputError: at the call, if a number is below 1, the text is shorter than one window, or no text has
@@ -96,10 +96,10 @@ def text_batches(
     for name, number in (("tokens", tokens), ("sequences", sequences), ("batch_size", batch_size)):
         whole_number(f"`{name}`", number)
     make_rows = _windows if isinstance(text, str) else _rows
-    own_rows = shard.of(make_rows(text, tokenizer, tokens, sequences))  # type: ignore[arg-type]
+    rows = shard.of(make_rows(text, tokenizer, tokens, sequences))  # type: ignore[arg-type]
     candidates = (getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))
     pad = next((number for number in candidates if number is not None), 0)
-    return (_padded(own_rows[i : i + batch_size], pad) for i in range(0, len(own_rows), batch_size))
+    return (_padded(rows[i : i + batch_size], pad) for i in range(0, len(rows), batch_size))
 
 
 def model_batches(

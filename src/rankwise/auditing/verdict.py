@@ -1,5 +1,6 @@
 """Verdict of an audit: one sentence on what was found, and at most three actions; imports no torch."""
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -91,15 +92,11 @@ def _phrase(code: str, findings: Sequence[Finding], several: bool) -> str:
     if rule.about in ("model", "modules"):
         return rule.names
     for stack, own in grouped(findings, lambda finding: finding.where.stack).items():
-        # the address of token states has the number of blocks passed: the last of them wrote the states
-        layers = [
-            max(layer - (finding.where.head is None), 0)
-            for finding in own
-            if (layer := finding.where.layer) is not None
-        ]
-        words = number_words("layer", layers)
-        if rule.about == "stack" and layers:
-            words = "after 1 block" if layers == [0] else f"after {layers[0] + 1} blocks"
+        layers = [finding.where.layer for finding in own if finding.where.layer is not None]
+        words = number_words("layer", layers) if layers or not stack else "the input"
+        if rule.about == "stack":
+            blocks = own[0].evidence.get("blocks", math.nan)
+            words = f"after {blocks:g} block{'' if blocks == 1 else 's'}"
         where.append(words + (f" of {stack}" if several and stack else ""))
     link = " " if rule.about == "stack" else " in "
     return f"{rule.names}{link}{' and '.join(where)}"

@@ -5,7 +5,7 @@ import sys
 
 import typer
 
-from rankwise.cli import audit, compare, compress, convert, plan, skip
+from rankwise.cli import audit, compare, compress, convert, merge, plan, skip
 from rankwise.cli.options import OptionalValues
 
 __all__ = ["app", "main"]
@@ -18,7 +18,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-for module in (audit, compare, plan, skip, compress, convert):
+for module in (audit, merge, compare, plan, skip, compress, convert):
     # Rich keeps line breaks: only examples (indented) should have them, as terminals can be narrow.
     paragraphs = re.sub(r"(?<!\n)\n(?![\n ])", " ", module.HELP)
     name = module.__name__.rpartition(".")[2]
@@ -38,11 +38,9 @@ def _main(
 
 def main() -> None:
     """Run a command; print errors that are meant for users on standard error, without a traceback."""
-    from rankwise.cli.torchrun import silence_other_ranks
     from rankwise.errors import RankwiseError
 
-    with silence_other_ranks():
-        try:
-            app()
-        except RankwiseError as error:
-            sys.exit(f"rankwise: {error}")
+    try:
+        app()
+    except RankwiseError as error:
+        sys.exit(f"rankwise: {error}")

@@ -1,7 +1,7 @@
 """Audit several models: keep finished audits, write each new audit, then the history of all audits."""
 
 import sys
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from itertools import count
@@ -11,14 +11,16 @@ import typer
 
 from rankwise._internals.files import folder_name
 from rankwise.auditing import Audit, AuditError, History, in_order
-from rankwise.cli.audit_job import AuditJob, Say, factory_digests, run_job
+from rankwise.cli.audit_job import AuditJob
 from rankwise.cli.load_model import split_factory
 from rankwise.cli.output import new_folder, print_results, write_report
+from rankwise.cli.run_job import Say, factory_digests, merge_shards, run_job
 from rankwise.errors import INTERRUPTED, InputError, RankwiseError, RecordError
 from rankwise.report import write_page
 from rankwise.report.comparison_report import history_document
 
-Results = Generator[tuple[AuditJob, Audit | RankwiseError], None, None]
+Result = tuple[AuditJob, Audit | RankwiseError]
+Results = Generator[Result, None, None]
 """Generator of pairs (job, its audit or error), in the order in which jobs finish."""
 
 
@@ -35,7 +37,7 @@ def jobs_of(job: AuditJob, models: Sequence[str]) -> list[AuditJob]:
         tokenizer=job.tokenizer and _absolute(job.tokenizer),
     )
     jobs = [shared.for_model(model) for model in in_order(models)]
-    return list(dict.fromkeys(replace(one, model=_absolute(one.model)) for one in jobs))
+    return list(dict.fromkeys(replace(named, model=_absolute(named.model)) for named in jobs))
 
 
 def _absolute(name: str) -> str:
@@ -60,52 +62,57 @@ def audit_many(
 ) -> tuple[dict[str, Audit], Exception | None]:
     """Write each audit to ``OUT/NAME`` as soon as it finishes, then the history of all audits.
 
+    Audits of shards are written to ``OUT/NAME/shard-K-of-N``, and merged into ``OUT/NAME``.
+
     Return the audits by NAME, and what to raise if a model failed. A failed job is printed, its finished part
     is written as incomplete, and the other jobs go on. Ctrl-C stops all jobs; the history then contains the
     finished audits. Audits of other models stay. With `resume`, a job is skipped if any folder in `out` has
-    its finished audit.
+    its finished audit, and a shard is skipped if its folder has.
     """
-    saved: dict[str, Audit] = {}
-    for path in sorted(out.glob("*/audit.json")):
-        try:
-            saved[path.parent.name] = Audit.load(path)
-        except (InputError, RecordError) as error:
-            print(f"rankwise: {path.parent.name} is not kept: {error}", file=sys.stderr)
-    folders = {job: folder for job in jobs if resume and (folder := _find(job, saved))}
-    kept, pending = len(folders), [job for job in jobs if job not in folders]
+    saved = {path.parent.name: audit for path in sorted(out.glob("*/audit.json")) if (audit := _saved(path))}
+    names = {job: name for job in jobs if resume and (name := _find(job, saved))}
+    audits = {job: saved[name] for job, name in names.items()}
+    kept, pending = len(audits), [job for job in jobs if job not in audits]
     models = {job.model for job in pending}
-    others = {folder for folder, audit in saved.items() if audit.provenance.model not in models}
-    folders |= _new_folders(pending, {*folders.values(), *others})
-    audits = {job: saved[folder] for job, folder in folders.items() if job not in pending}
+    others = {name for name, audit in saved.items() if audit.provenance.model not in models}
+    names |= _new_folders(pending, {*names.values(), *others})
+    shards: dict[AuditJob, Audit] = {}
+    for job in pending:
+        for shard in (part for part in job.parts if part != job):
+            names[shard] = f"{names[job]}/shard-{(shard.shards or '').replace('/', '-of-')}"
+            audit = _saved(out / names[shard] / "audit.json") if resume else None
+            if audit is not None and _find(shard, {names[shard]: audit}):
+                shards[shard] = audit
+    tasks = [part for job in pending for part in job.parts if part not in shards]
     partial: dict[str, Audit] = {}
     failures: dict[AuditJob, RankwiseError] = {}
     interrupted = False
     with new_folder(out):
         try:
-            with closing(runner(pending)) as results:
-                for job, result in results if pending else ():
+            with closing(runner(tasks)) as results:
+                for job, result in _with_merged(results if tasks else (), pending, shards):
                     if not isinstance(result, RankwiseError):
-                        write_report(result, out / folders[job], brief=True)
+                        write_report(result, out / names[job], brief=True)
                         audits[job] = result
                         continue
                     failures[job] = result
-                    print(f"rankwise: {folders[job]}: {result}", file=sys.stderr)
+                    print(f"rankwise: {names[job]}: {result}", file=sys.stderr)
                     if isinstance(result, AuditError) and result.audit is not None:
                         cut = result.audit.model_copy(update={"complete": False})  # --resume repeats it
-                        write_report(cut, out / folders[job], brief=True)
-                        partial[folders[job]] = cut
+                        write_report(cut, out / names[job], brief=True)
+                        partial[names[job]] = cut
         except KeyboardInterrupt:
             interrupted = True
-        finished = {folders[job]: audits[job] for job in jobs if job in audits}
+        finished = {names[job]: audits[job] for job in jobs if job in audits}
         if finished:
             history = History.of(list(finished.values()), list(finished))
-            last = max(failures, key=jobs.index, default=None)
-            failed = f"{folders[last]} could not be audited: {failures[last]} " if last else ""
-            document = history_document(history, {one: f"{one}/index.html" for one in finished}, failed)
+            last = max(failures, key=list(names).index, default=None)
+            failed = f"{names[last]} could not be audited: {failures[last]} " if last else ""
+            document = history_document(history, {name: f"{name}/index.html" for name in finished}, failed)
             page, table = write_page(document, out / "index.html"), history.to_csv(out / "history.csv")
             print_results(document, [("history", page), ("table", table)])
         if interrupted:
-            print("rankwise: stopped; `--resume` audits the models that are left", file=sys.stderr)
+            print("rankwise: stopped; `--resume` audits what is left", file=sys.stderr)
             raise typer.Exit(INTERRUPTED)
         if not finished and not partial:
             raise next(iter(failures.values()))
@@ -113,6 +120,37 @@ def audit_many(
         return partial, next(iter(failures.values()))
     print(f"audited {len(finished) - kept}, kept {kept}, failed {len(failures)}: {out}")
     return finished | partial, typer.Exit(1) if failures else None
+
+
+def _with_merged(
+    results: Iterable[Result], jobs: Sequence[AuditJob], shards: dict[AuditJob, Audit]
+) -> Results:
+    """Yield results; after the last shard of a job, also yield the job with the merged audit."""
+
+    def merged(job: AuditJob) -> Results:
+        if job.parts != [job] and all(shard in shards for shard in job.parts):
+            try:
+                yield job, merge_shards(job, [shards[shard] for shard in job.parts])
+            except RankwiseError as error:
+                yield job, error
+
+    for job in jobs:
+        yield from merged(job)
+    whole = {shard: job for job in jobs for shard in job.parts}
+    for shard, result in results:
+        yield shard, result
+        if isinstance(result, Audit):
+            shards[shard] = result
+            yield from merged(whole[shard])
+
+
+def _saved(path: Path) -> Audit | None:
+    """Return a saved audit; None if there is none, or, with a message, if the file cannot be read."""
+    try:
+        return Audit.load(path) if path.exists() else None
+    except (InputError, RecordError) as error:
+        print(f"rankwise: {path.parent.name} is not kept: {error}", file=sys.stderr)
+        return None
 
 
 def _find(job: AuditJob, saved: Mapping[str, Audit]) -> str:

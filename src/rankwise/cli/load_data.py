@@ -70,7 +70,7 @@ def load_data(
         if loaded.batches is None:
             expected, got = "data, or a factory that returns batches", "neither"
             raise InputError(f"model {loaded.name}", expected=expected, got=got, fix=fix)
-        dealt = islice(loaded.batches, shard.rank, None, shard.world)
+        dealt = islice(loaded.batches, shard.number, None, shard.total)
         return LoadedData(loaded.batches if shard == ALL else dealt, f"batches of {loaded.name}")
     sizes: dict[str, Any] = {"sequences": sequences, "batch_size": batch_size, "shard": shard}
     if images is not None:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,9 +33,16 @@ Revision = Annotated[str | None, typer.Option(help="Load this branch, tag or com
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
 ]
+FOUND = 3
+"""Exit status of a command if an audit has a finding of --fail-on."""
+FailOn = Annotated[
+    list[str] | None,
+    typer.Option(help=f"Exit with status {FOUND} if this code is found; can be repeated."),
+]
+Verbose = Annotated[bool, typer.Option("--verbose", help="Print all findings and numbers.")]
 
 BARE = {
-    "--importance": ("auto", "auto|estimate|exact|loss|none"),
+    "--importance": ("auto", "auto|estimate|exact|none"),
     "--ray": ("", r"auto|local|ray://\S+|[^\s/]+:\d+"),
 }
 """Options whose value is optional: (value if none is given, regular expression of valid values)."""
@@ -67,10 +75,10 @@ def add_bare_values(args: Sequence[str]) -> list[str]:
         (['--ray', '', 'model.py:build'], ['--ray', 'head:6379', 'gpt2'])
     """
     out: list[str] = []
-    for at, arg in enumerate(args):
+    for arg, following in zip_longest(args, args[1:], fillvalue=""):
         out.append(arg)
         if arg in BARE:
             default, values = BARE[arg]
-            if at + 1 == len(args) or not re.fullmatch(values, args[at + 1]):
+            if not re.fullmatch(values, following):
                 out.append(default)
     return out

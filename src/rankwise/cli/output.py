@@ -9,11 +9,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from rankwise._internals.files import parse_json, writable_folder
-from rankwise.errors import InputError
+from rankwise.cli.options import FOUND
+from rankwise.errors import InputError, RankwiseError
 
 if TYPE_CHECKING:
     from rankwise.auditing import Audit
@@ -47,6 +49,31 @@ def is_of_audit(file: Path) -> bool:
     if (file.parent / "audit.json").exists():
         return file.name in ("audit.json", "index.html", "heads.csv", "states.csv")
     return file.name in ("index.html", "history.csv") and any(file.parent.glob("*/audit.json"))
+
+
+def check_no_audit(out: Path, *, several: bool | None = None) -> None:
+    """Raise `InputError` if a folder holds audits whose page a command would replace.
+
+    The page of one model may be replaced by another audit of one model (``several=False``), and the page of
+    several models by audits of several models (``several=True``).
+    """
+    has_one = (out / "audit.json").exists()
+    if is_of_audit(out / "index.html") and several is not (not has_one):
+        expected, fix = "a folder without other audits", "Choose another folder: its page would be replaced."
+        got = "the audit of one model" if has_one else "audits of several models"
+        raise InputError(f"--out {out}", expected=expected, got=got, fix=fix)
+
+
+def exit_if_found(audits: "Iterable[Audit]", codes: Iterable[str], error: Exception | None = None) -> None:
+    """Leave with the status of --fail-on if an audit has a finding of these codes; else raise the error."""
+    found = sorted({finding.code for audit in audits for finding in audit.findings} & set(codes))
+    if found:
+        if isinstance(error, RankwiseError):
+            print(f"rankwise: {error}", file=sys.stderr)
+        print(f"rankwise: found {', '.join(found)} (--fail-on)", file=sys.stderr)
+        raise typer.Exit(FOUND)
+    if error is not None:
+        raise error
 
 
 def command_line() -> str:

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from rankwise.auditing import Audit
-from rankwise.cli.audit_job import AuditJob, run_job
+from rankwise.cli.audit_job import AuditJob
 from rankwise.cli.audit_many import Results
+from rankwise.cli.run_job import run_job
 from rankwise.errors import InputError, RankwiseError, first_line, need_package
 
 

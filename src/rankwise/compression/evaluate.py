@@ -30,7 +30,7 @@ from rankwise.compression.layers import output_and_mask, relative_error
 from rankwise.compression.record import Latency
 from rankwise.errors import first_line
 from rankwise.importance.losses import real_outputs, real_tokens
-from rankwise.tracing import MixerSite, StateSite, capture
+from rankwise.tracing import CapturedMixer, CapturedState, capture
 
 SEQUENCES = 16
 """Maximum number of sequences on which outputs are compared."""
@@ -122,11 +122,11 @@ def snapshot(model: nn.Module, batches: list[Any], when: str) -> Snapshot:
     states: dict[tuple[str, int], Tensor] = {}
     places: dict[str, tuple[str, int]] = {}
 
-    def keep_tokens(site: StateSite) -> None:
+    def keep_tokens(site: CapturedState) -> None:
         real = site.mask if site.mask is not None else torch.ones(site.tokens.shape[:2], dtype=torch.bool)
         states[site.stack, site.layer] = site.tokens[real.to(site.tokens.device)].float().cpu()
 
-    def keep_place(site: MixerSite) -> None:
+    def keep_place(site: CapturedMixer) -> None:
         places.setdefault(site.name, (site.stack, site.layer))
 
     with torch.no_grad(), capture(model, on_state=keep_tokens, on_mixer=keep_place):

@@ -39,7 +39,7 @@ from rankwise.compression.qk_modules import runs_of
 from rankwise.compression.save import pretrained_models
 from rankwise.errors import first_line
 from rankwise.operators import SoftmaxMixing
-from rankwise.tracing import MixerSite, capture, record_calls
+from rankwise.tracing import CapturedMixer, capture, record_calls
 from rankwise.tracing.projections import (
     CLOSE,
     Projection,
@@ -282,7 +282,7 @@ def _read(model: nn.Module, layers: list[HeadProjections], batch: Any) -> dict[s
 
 def find_head_projections(model: nn.Module, batch: Any) -> tuple[list[HeadProjections], dict[str, str]]:
     """Return the linear layers around the heads of each layer, and why each other layer is left out."""
-    sites: dict[str, MixerSite] = {}  # the last call of each layer, as in `inputs` and `outputs`
+    sites: dict[str, CapturedMixer] = {}  # the last call of each layer, as in `inputs` and `outputs`
     watching = capture(model, on_mixer=lambda site: sites.update({site.name: site}), values=True)
     with record_calls(model, lambda *_: True) as calls, torch.no_grad(), watching:
         run_model(model, batch)
@@ -294,7 +294,7 @@ def find_head_projections(model: nn.Module, batch: Any) -> tuple[list[HeadProjec
     return layers, {name: reason for name, reason in found.items() if isinstance(reason, str)}
 
 
-def _layer(site: MixerSite, inputs: dict[str, Tensor], near: Nearby) -> HeadProjections | str:
+def _layer(site: CapturedMixer, inputs: dict[str, Tensor], near: Nearby) -> HeadProjections | str:
     if site.kind != "softmax":
         return f"its mixing is {site.kind}: only heads of softmax attention are removed"
     if site.values is None or site.output is None:

@@ -15,7 +15,7 @@ from rankwise._internals.records import grouped
 from rankwise.errors import CompressionError
 from rankwise.importance.losses import real_outputs
 from rankwise.operators import DenseMixing, SoftmaxMixing
-from rankwise.tracing import MixerSite, capture, record_calls
+from rankwise.tracing import CapturedMixer, capture, record_calls
 from rankwise.tracing.projections import Projection, find_projection, head_layouts, linear_parts, names_below
 
 Layer = TypeVar("Layer", bound=Any)
@@ -93,13 +93,13 @@ def random_bases(layer: Projections) -> Factors:
 
 
 def find_layers(
-    model: nn.Module, batch: Any, read: Callable[[MixerSite, "Nearby"], Projections | str]
+    model: nn.Module, batch: Any, read: Callable[[CapturedMixer, "Nearby"], Projections | str]
 ) -> tuple[list[Projections], dict[str, str]]:
     """Run two sequences; return the layers that `read` recognizes, and why each other layer is left out.
 
     `read` receives a mixer and the outputs of the modules near it in the same call.
     """
-    sites: list[MixerSite] = []
+    sites: list[CapturedMixer] = []
     short = to_device(first_sequences(batch, 2), device_of(model))
     recording = record_calls(model, lambda *_: True)
     with recording as records, torch.no_grad(), capture(model, on_mixer=sites.append):
@@ -203,7 +203,7 @@ def equal_norms(heads: Float[Tensor, "B H T K"], outputs: Mapping[str, Tensor]) 
     return found
 
 
-def _unfit(site: MixerSite) -> str:
+def _unfit(site: CapturedMixer) -> str:
     """Return why a mixer is no attention of one sequence; "" if it is."""
     operator = site.operator
     if not isinstance(operator, DenseMixing | SoftmaxMixing):

@@ -13,7 +13,7 @@ from rankwise._internals.linalg import as_float64
 from rankwise.compression.layers import Nearby, Projections, find_layers, keep_passing, random_bases
 from rankwise.compression.qk_modules import narrow_layers
 from rankwise.operators import DenseMixing, SoftmaxMixing
-from rankwise.tracing import MixerSite
+from rankwise.tracing import CapturedMixer
 from rankwise.tracing.projections import Projection, each_once, find_projection, head_layouts
 
 SMALLEST = 1e-12
@@ -42,7 +42,7 @@ def turned(model: nn.Module, layers: list[Projections]) -> Change:
     return narrow_layers(model, [(layer, random_bases(layer)) for layer in layers], cache=False)
 
 
-def read_projections(site: MixerSite, near: Nearby) -> Projections | str:
+def read_projections(site: CapturedMixer, near: Nearby) -> Projections | str:
     """Return the projections behind queries and keys, or the reason why there are none."""
     operator = site.operator
     if isinstance(operator, DenseMixing):

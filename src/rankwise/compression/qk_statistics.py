@@ -21,7 +21,7 @@ from rankwise.compression.layers import Factors, Projections, Step, check_tokens
 from rankwise.errors import CompressionError
 from rankwise.measures.logits import LogitBases
 from rankwise.operators import MixingOperator, SoftmaxMixing
-from rankwise.tracing import MixerSite, RecordedCall, capture, record_calls
+from rankwise.tracing import CapturedMixer, RecordedCall, capture, record_calls
 from rankwise.tracing.projections import Projection, side_of
 
 
@@ -80,7 +80,7 @@ class QueryKeyStatistics:
     broken: set[int] = field(default_factory=set)
     """Query heads with NaN or infinity."""
 
-    def add(self, site: MixerSite, sample: Sample) -> None:
+    def add(self, site: CapturedMixer, sample: Sample) -> None:
         """Add the sample of one call of the attention layer."""
         query, key, groups = sample.query, sample.key, sample.groups
         fine = query.isfinite().all((0, 2, 3)) & key.isfinite().all((0, 2, 3)).repeat_interleave(groups)
@@ -106,7 +106,7 @@ def collect_statistics(
     read = {side.module for layer in behind for side in (layer.query, layer.key)}
     calls: Counter[str] = Counter()
 
-    def add(site: MixerSite) -> None:
+    def add(site: CapturedMixer) -> None:
         if site.name in statistics:
             own = statistics[site.name]
             own.add(site, _sample(own.projections, site, linear, calls[site.name]))
@@ -121,7 +121,7 @@ def collect_statistics(
     return [own for own in statistics.values() if own.samples]
 
 
-def _sample(found: Projections, site: MixerSite, linear: list[RecordedCall], call: int) -> Sample:
+def _sample(found: Projections, site: CapturedMixer, linear: list[RecordedCall], call: int) -> Sample:
     """Return queries, keys and the scale of the logits of one call."""
     operator = site.operator
 

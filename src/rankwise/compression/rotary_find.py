@@ -14,7 +14,7 @@ from rankwise._internals.rotary import fit_rotation
 from rankwise.compression.layers import FIT, Nearby, Projections, equal_norms, find_layers, keep_passing
 from rankwise.compression.qk_find import turned
 from rankwise.operators import DenseMixing, SoftmaxMixing
-from rankwise.tracing import MixerSite
+from rankwise.tracing import CapturedMixer
 from rankwise.tracing.projections import each_once, find_projection, side_of
 
 
@@ -31,7 +31,7 @@ def find_rotary_layers(model: nn.Module, batch: Any) -> tuple[list[Projections],
     )
 
 
-def read_rotations(site: MixerSite, near: Nearby) -> Projections | str:
+def read_rotations(site: CapturedMixer, near: Nearby) -> Projections | str:
     """Return the projections behind rotated queries and keys, or the reason why there are none."""
     operator = site.operator
     if isinstance(operator, DenseMixing):

@@ -38,7 +38,7 @@ from rankwise.errors import (
     one_of,
     whole_number,
 )
-from rankwise.tracing import MixerSite, capture
+from rankwise.tracing import CapturedMixer, capture
 
 Targets = dict[str, tuple[float | int | None, float | int | None]]
 """Share to keep and tolerance of each part; one of the two is None."""
@@ -253,7 +253,7 @@ def _count_tokens(model: nn.Module, batches: list[Any], name: str) -> int:
     """Run the model on all batches; return the number of real tokens that its first mixer reads."""
     total = 0
     for number, batch in enumerate(batches, start=1):
-        sites: list[MixerSite] = []
+        sites: list[CapturedMixer] = []
         failures = batch_errors(model, batch, fix_hint, f"`{name}`, batch {number}")
         with failures, torch.no_grad(), capture(model, on_mixer=sites.append):
             run_model(model, to_device(batch, device_of(model)))

@@ -31,7 +31,7 @@ from rankwise.importance.records import (
     RemovableSet,
 )
 from rankwise.importance.settings import ImportanceSettings
-from rankwise.tracing import Address, SiteAdapter, StateSite, capture
+from rankwise.tracing import Address, CapturedState, OperatorFunction, capture
 
 UNGATED = (
     "its operator was computed from inputs and weights; no module or function returns the heads' outputs"
@@ -57,7 +57,7 @@ def measure(
     batches: Iterable[Batch],
     settings: ImportanceSettings | None = None,
     *,
-    sites: Mapping[str, SiteAdapter] | None = None,
+    sites: Mapping[str, OperatorFunction] | None = None,
     blocks: str | None = None,
     heads: Mapping[Address, Sequence[int]] | None = None,
     group: Group | None = None,
@@ -161,7 +161,7 @@ def ablation_cost(
     heads: Iterable[Address],
     settings: ImportanceSettings | None = None,
     *,
-    sites: Mapping[str, SiteAdapter] | None = None,
+    sites: Mapping[str, OperatorFunction] | None = None,
     blocks: str | None = None,
 ) -> AblationCost:
     """Return the loss of a model without a set of heads, and the increase of the loss.
@@ -224,7 +224,7 @@ def _start(
     inputs = [drop_unused_labels(model, batch)[0] for batch in every]
     placed: dict[str, tuple[str, int]] = {}
 
-    def note(state: StateSite) -> None:
+    def note(state: CapturedState) -> None:
         # state i + 1 is the output of block i; a block whose output was not seen cannot be removed
         if state.layer > 0:
             placed[state.name] = state.stack, state.layer - 1

@@ -18,9 +18,9 @@ from rankwise.tracing import (
     Address,
     BlockOutput,
     CallId,
+    CapturedMixer,
     HeadOutputs,
     Intervention,
-    MixerSite,
     capture,
 )
 
@@ -283,7 +283,7 @@ class GatedPasses:
             dict[CallId, tuple[Address, int]](),
         )
 
-        def note(site: MixerSite) -> None:
+        def note(site: CapturedMixer) -> None:
             found[site.call_id] = site.address(), site.operator.shape[-3]
 
         try:
@@ -404,7 +404,7 @@ class GatedPasses:
         self,
         batch: LossBatch,
         intervention: Intervention,
-        on_mixer: Callable[[MixerSite], None] = lambda site: None,
+        on_mixer: Callable[[CapturedMixer], None] = lambda site: None,
     ) -> Any:
         self.forward += 1
         options = self._capturing | {"intervention": intervention, "on_mixer": on_mixer}

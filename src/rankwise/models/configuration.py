@@ -19,7 +19,6 @@ CHOICES = {
     "norm": ("layer", "rms", "none"),
     "norm_position": ("pre", "post"),
     "skip": ("none", "fixed", "learned", "channel", "shared"),
-    "membership": ("softmax", "uniform"),
     "position_embeddings": ("learned", "none"),
     "pooling": ("last", "mean"),
 }
@@ -55,13 +54,11 @@ class ToSTConfig(PreTrainedConfig):
             layers; ``tssa`` by default.
         mixer_options: additional arguments of mixers, by mixer name.
         causal: True if each token reads only itself and earlier tokens.
-        membership: weights Π of the heads at each token in TSSA: ``softmax`` over the heads, or ``uniform``
-            (1 / H).
         half_life: number of tokens after which a token counts half in the sums of causal TSSA, for all heads
             or per head; None for a head (or all heads, by default) without decay, as in the released models.
             `rankwise.ops.half_lives` returns half-lives on a logarithmic scale.
         position_bias: True for a learned bias per position in causal TSSA, as in the released models. By
-            default True, unless sums decay or memberships are uniform.
+            default True if ``causal``, unless sums decay.
         position_embeddings: ``learned``, or ``none``, which sets no limit on the length.
         norm: ``layer``, ``rms`` or ``none``.
         norm_position: ``pre`` (norm before the mixer or feed-forward part) or ``post`` (norm after its skip).
@@ -117,7 +114,6 @@ class ToSTConfig(PreTrainedConfig):
         layer_types: Sequence[str] | str | None = None,
         mixer_options: dict[str, dict[str, Any]] | None = None,
         causal: bool = True,
-        membership: str = "softmax",
         half_life: HalfLife | None = None,
         position_bias: bool | None = None,
         position_embeddings: str = "learned",
@@ -157,13 +153,11 @@ class ToSTConfig(PreTrainedConfig):
         self.max_position_embeddings = max_position_embeddings
         self.mixer_options = mixer_options or {}
         self.causal = causal
-        self.membership = membership
         self.half_life = None
         if half_life is not None:  # infinity becomes None, because JSON cannot store infinity
             lives = check_half_life("ToSTConfig", half_life, num_attention_heads, causal)
             self.half_life = [None if math.isinf(life) else life for life in lives]
-        as_released = causal and half_life is None and membership == "softmax"
-        self.position_bias = as_released if position_bias is None else position_bias
+        self.position_bias = causal and half_life is None if position_bias is None else position_bias
         self.position_embeddings = position_embeddings
         self.norm, self.norm_position, self.norm_eps = norm, norm_position, norm_eps
         self.use_bias = use_bias
@@ -218,10 +212,8 @@ class ToSTConfig(PreTrainedConfig):
             wanted = f"one name for each of {self.num_hidden_layers} layers"
             fix = "Pass as many names as num_hidden_layers, or one name for all."
             _refuse("layer_types", wanted, f"{len(self.layer_types)}", fix)
-        if self.position_bias and not (self.causal and self.membership == "softmax"):
-            got = f"causal={self.causal}, membership={self.membership!r}"
-            wanted = "a causal model with softmax memberships"
-            _refuse("position_bias", wanted, got, "Leave position_bias out.")
+        if self.position_bias and not self.causal:
+            _refuse("position_bias", "a causal model", "causal=False", "Leave position_bias out.")
         if self.half_life is not None:
             check_half_life("ToSTConfig", self.half_life, self.num_attention_heads, self.causal)
 

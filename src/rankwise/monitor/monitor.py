@@ -86,7 +86,7 @@ class RankMonitor:
             are read into `history`; later audits are removed, because training repeats their steps.
         log: function called with the scalars and the step of each audit, such as ``wandb.log``.
         on_finding: function called with the step and each new finding.
-        **options: options of `rankwise.audit`, such as ``delta``, ``method``, ``sites``, ``blocks``.
+        **options: options of `rankwise.audit`, such as ``delta``, ``rank_method``, ``sites``, ``blocks``.
 
     Raises:
         RankwiseError: if an argument, the probe or an option of the audit is wrong.

@@ -2,38 +2,30 @@
 
 import os
 import sys
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Float64, Int, Int64
+from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
 
+from rankwise._internals.linalg import float64_device
 from rankwise._internals.torch_private import values_known
-from rankwise.errors import InputError, ShapeError, instance_of, one_of
-from rankwise.ops.decay import decay_rates
+from rankwise.errors import InputError, ShapeError, instance_of
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.int64, torch.int32)
-MEMBERSHIPS = ("softmax", "uniform")
 SUMS = ("energy", "assigned", "mass")
 AXES = {
-    "w": "BTHK",
     "temperature": "H",
     "bias": "HP",
     "mask": "BT",
     "half_life": "H",
-    "offset": "BTH",
-    "rate": "H",
-    "membership": "BTH",
-    "score": "BTH",
-    "d_output": "BTHK",
-    "d_membership": "BTH",
-    "seen": "N",
+    "energy": "BHK",
+    "assigned": "BHK",
+    "mass": "BH",
+    "seen": "B",
 }
-"""Axes of each argument: B rows, T tokens, H heads, K channels per head, N sequences, P positions."""
-for _prefix in ("", "end_", "d_"):
-    AXES |= {_prefix + "energy": "NHK", _prefix + "assigned": "NHK", _prefix + "mass": "NH"}
+"""Axes of each argument: B rows, T tokens, H heads, K channels per head, P positions (any number)."""
 DTYPES = {"w": FLOATS, "mask": (torch.bool,), "seen": INTEGERS} | dict.fromkeys(SUMS, FLOATS)
 """Accepted dtypes of an argument, by name; an argument without an entry may have any real dtype."""
 FIXES = {
@@ -42,21 +34,18 @@ FIXES = {
     "bias": "Pass one row per head and one column per position.",
     "mask": "True marks real tokens; mask.bool() converts.",
     "half_life": "Make it with half_lives(heads).",
-    "cu_seqlens": "Pack sequences of lengths n as torch.tensor([0, *n]).cumsum(0), in one row.",
-} | {
-    f"state.{name}": "Pass the state that a call on the same sequences returned." for name in (*SUMS, "seen")
-}
+} | {f"state.{name}": "Pass the state that a call on the same rows returned." for name in (*SUMS, "seen")}
 ONE_THREAD_BELOW = 1 << 15
 """Number of tensor entries below which torch runs an elementwise operation on one thread."""
 _PROCESS = os.getpid()
 
 
 class Sums(NamedTuple):
-    """Sums over tokens per sequence and head: energy Σ w², assigned Σ Π w² and mass Σ Π (Π: memberships)."""
+    """Sums over tokens per row and head: energy Σ w², assigned Σ Π w² and mass Σ Π (Π: memberships)."""
 
-    energy: Float[Tensor, "N H K"]
-    assigned: Float[Tensor, "N H K"]
-    mass: Float[Tensor, "N H"]
+    energy: Float[Tensor, "B H K"]
+    assigned: Float[Tensor, "B H K"]
+    mass: Float[Tensor, "B H"]
 
 
 class Call(NamedTuple):
@@ -64,44 +53,29 @@ class Call(NamedTuple):
 
     Attributes:
         w: projections of tokens to the heads, in the dtype that the caller passed.
-        temperature: temperature per head; None for uniform memberships.
+        temperature: temperature per head.
         offset: number added to each score: K times the learned bias at the token's position.
         mask: True for real tokens.
         start: sums before the first token of a causal call; None if they are zero.
         rate: factor λ by which the sums decay at each token; None for λ = 1.
-        bounds: boundaries of sequences that are packed in one row; None if each row is one sequence.
         causal: True if a token reads only itself and earlier tokens.
     """
 
     w: Float[Tensor, "B T H K"]
-    temperature: Float[Tensor, " H"] | None
+    temperature: Float[Tensor, " H"]
     offset: Float[Tensor, "B T H"] | None
     mask: Bool[Tensor, "B T"] | None
     start: Sums | None
     rate: Float64[Tensor, " H"] | None
-    bounds: Int64[Tensor, " N1"] | None
     causal: bool
-
-    @property
-    def sequences(self) -> int:
-        """Number of sequences N: the rows of w, or the sequences that are packed in one row."""
-        return self.w.shape[0] if self.bounds is None else self.bounds.shape[0] - 1
 
     def initial_sums(self) -> Sums:
         """Return ``start``, or sums of zeros if ``start`` is None."""
         if self.start is not None:
             return self.start
-        heads, width = self.w.shape[2:]
-        energy = self.w.new_zeros((self.sequences, heads, width), dtype=sum_dtype(self.w.dtype))
-        return Sums(energy, energy.clone(), energy.new_zeros((self.sequences, heads)))
-
-    def sequence_of_tokens(self) -> tuple[Int64[Tensor, " N1"], Int64[Tensor, " M"]]:
-        """Return the sequence boundaries in a list of all M tokens, and the sequence index of each token."""
-        batch, tokens = self.w.shape[:2]
-        index, bounds = torch.arange(batch * tokens, device=self.w.device), self.bounds
-        if bounds is None:
-            bounds = torch.arange(0, batch * tokens + 1, tokens, device=index.device)
-        return bounds, torch.searchsorted(bounds, index, right=True) - 1
+        batch, _, heads, width = self.w.shape
+        energy = self.w.new_zeros((batch, heads, width), dtype=sum_dtype(self.w.dtype))
+        return Sums(energy, energy.clone(), energy.new_zeros((batch, heads)))
 
 
 class Solution(NamedTuple):
@@ -150,85 +124,71 @@ def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def make_call(
     w: Tensor,
-    temperature: Tensor | None,
+    temperature: Tensor,
     causal: bool,
     bias: Tensor | None,
     mask: Tensor | None,
     state: tuple[Tensor, ...] | None,
-    membership: str,
     half_life: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> tuple[Call, Int[Tensor, " N"] | None]:
+) -> tuple[Call, Int[Tensor, " B"] | None]:
     """Check the arguments of `tssa`, and return them as a call; raise as `tssa` does.
 
-    For a causal call, also return the number of real tokens per sequence, including earlier calls.
+    For a causal call, also return the number of real tokens per row, including earlier calls.
     """
-    parts = {"temperature": temperature, "bias": bias, "mask": mask, "half_life": half_life}
+    tensors = {"bias": bias, "mask": mask, "half_life": half_life}
     if state is not None:
-        parts |= {f"state.{name}": part for name, part in zip((*SUMS, "seen"), state, strict=True)}
+        tensors |= {f"state.{name}": x for name, x in zip((*SUMS, "seen"), state, strict=True)}
+    given = {"temperature": temperature} | {name: x for name, x in tensors.items() if x is not None}
     _check_tensor("w", w, w)
-    for name, part in [*parts.items(), ("cu_seqlens", cu_seqlens)]:
-        if part is not None:
-            _check_tensor(name, part, w)
-    check_shapes(w, cu_seqlens, **parts)
+    for name, value in given.items():
+        _check_tensor(name, value, w)
+    _check_shapes(w, given)
     _check_process(w)
-    _check_options(causal, temperature, bias, state, membership, half_life)
+    _check_options(causal, bias, state, half_life)
 
     dtype = sum_dtype(w.dtype)
-    tau = None if membership == "uniform" or temperature is None else as_dtype(temperature, dtype)
-    bounds = None if cu_seqlens is None else cu_seqlens.to(w.device, torch.int64)
-    call = Call(w, tau, None, mask, None, None, bounds, causal)
+    call = Call(w, as_dtype(temperature, dtype), None, mask, None, None, causal)
     if not causal:
         return call, None
-    start = None if state is None else Sums(*(as_dtype(part, dtype) for part in state[:3]))
-    before = None if state is None else state[3]
-    offset = None if bias is None else _offset(bias.to(dtype), call, before)
+    lengths = torch.full((len(w),), w.shape[1], device=w.device) if mask is None else mask.sum(1)
     rate = None if half_life is None else decay_rates(half_life, w.device)
-    lengths = _lengths(call)
-    return call._replace(
-        offset=offset, start=start, rate=rate
-    ), lengths if before is None else lengths + before
+    if state is None:
+        start, seen = None, lengths
+    else:
+        start, seen = Sums(*(as_dtype(x, dtype) for x in state[:3])), lengths + state[3]
+    offset = None if bias is None else _offset(bias.to(dtype), call, None if state is None else state[3])
+    return call._replace(offset=offset, start=start, rate=rate), seen
 
 
-def check_shapes(w: Tensor, bounds: Tensor | None, **parts: Tensor | None) -> None:
-    """Raise ShapeError if a tensor does not have the axes that `AXES` lists under its name.
+def decay_rates(half_life: Float[Tensor, " H"], device: torch.device) -> Float64[Tensor, " H"]:
+    """Return λ = 2^(−1/h) for half-life h: the factor by which sums decay per token; exactly 1 for h = ∞.
 
-    Custom operators check again: compiled graphs call them directly, and kernels do not check array bounds.
+    λ is float64, because float32 would change a half-life of a million tokens by 3 %. λ is on the CPU if the
+    device does not support float64.
+
+    Examples:
+        >>> import torch
+        >>> decay_rates(torch.tensor([1.0, float("inf")]), torch.device("cpu")).tolist()
+        [0.5, 1.0]
     """
+    return torch.exp2(-1 / half_life.detach().to(float64_device(device)).double())
+
+
+def _check_shapes(w: Tensor, tensors: dict[str, Tensor]) -> None:
+    """Raise ShapeError if a tensor does not have the axes that `AXES` lists under its name."""
     if w.ndim != 4:
         raise ShapeError("w", expected="(B, T, H, K)", got=f"{tuple(w.shape)}", fix=FIXES["w"])
     if min(w.shape) < 1:
         expected, fix = "at least one row, token, head and channel", "Leave out empty calls."
         raise ShapeError("w", expected=expected, got=f"{tuple(w.shape)}", fix=fix)
-    batch, tokens, heads, width = w.shape
-    sequences = batch
-    if bounds is not None:
-        if batch != 1 or bounds.ndim != 1 or len(bounds) < 2 or bounds.dtype not in INTEGERS:
-            expected = "(N + 1,) integers and a w with one packed row"
-            got = f"{tuple(bounds.shape)}, {bounds.dtype}, and {batch} rows"
-            raise ShapeError("cu_seqlens", expected=expected, got=got, fix=FIXES["cu_seqlens"])
-        if values_known(bounds):
-            check_boundaries(bounds.tolist(), tokens)
-        sequences = len(bounds) - 1
-    shapes = {"H": (heads,), "BT": w.shape[:2], "BTH": w.shape[:3], "BTHK": w.shape}
-    shapes |= {"N": (sequences,), "NH": (sequences, heads), "NHK": (sequences, heads, width)}
-    for name, part in parts.items():
-        if part is None:
-            continue
-        wanted = shapes.get(AXES[name.removeprefix("state.")])  # None for the bias, whose length may vary
-        if part.shape != wanted if wanted else part.ndim != 2 or part.shape[0] != heads:
-            expected = f"{tuple(wanted)}" if wanted else f"({heads}, P)"
-            fix = FIXES.get(name, "Call rankwise.ops.tssa, which prepares the tensors of an operator.")
-            raise ShapeError(name, expected=expected, got=f"{tuple(part.shape)}", fix=fix)
-
-
-def check_boundaries(ends: list[int], tokens: int) -> None:
-    """Raise ShapeError unless boundaries start at 0, never decrease, and end at the number of tokens."""
-    if ends[0] != 0 or ends[-1] != tokens or any(a > b for a, b in pairwise(ends)):
-        got = f"{ends[:8]}{'…' * (len(ends) > 8)}"
-        raise ShapeError(
-            "cu_seqlens", expected=f"rising from 0 to {tokens}", got=got, fix=FIXES["cu_seqlens"]
-        )
+    sizes = dict(zip("BTHK", w.shape, strict=True))
+    for name, x in tensors.items():
+        wanted = [sizes.get(axis, axis) for axis in AXES[name.removeprefix("state.")]]
+        if x.ndim != len(wanted) or any(
+            size not in (y, "P") for y, size in zip(x.shape, wanted, strict=True)
+        ):
+            expected = str(tuple(wanted)).replace("'", "")
+            raise ShapeError(name, expected=expected, got=f"{tuple(x.shape)}", fix=FIXES[name])
 
 
 def _check_tensor(name: str, value: Tensor, w: Tensor) -> None:
@@ -237,12 +197,12 @@ def _check_tensor(name: str, value: Tensor, w: Tensor) -> None:
     if value.layout != torch.strided:
         fix = f"Pass {name}.to_dense()."
         raise InputError(name, expected="a dense tensor", got=str(value.layout), fix=fix)
-    known = DTYPES.get(name.removeprefix("state."))
-    if value.is_complex() if known is None else value.dtype not in known:
-        expected = "real numbers" if known is None else " or ".join(map(str, known))
-        fix = f"Pass {name}.real." if known is None else FIXES[name] if name == "mask" else "Convert it."
+    dtypes = DTYPES.get(name.removeprefix("state."))
+    if value.is_complex() if dtypes is None else value.dtype not in dtypes:
+        expected = "real numbers" if dtypes is None else " or ".join(map(str, dtypes))
+        fix = f"Pass {name}.real." if dtypes is None else FIXES[name] if name == "mask" else "Convert it."
         raise ShapeError(name, expected=expected, got=str(value.dtype), fix=fix)
-    if name not in ("half_life", "cu_seqlens") and value.device != w.device:  # `make_call` moves both
+    if name != "half_life" and value.device != w.device:  # `decay_rates` moves half-lives
         fix, expected = f"Move it: {name}.to(w.device).", f"a tensor on {w.device}, like w"
         raise InputError(name, expected=expected, got=f"a tensor on {value.device}", fix=fix)
 
@@ -261,27 +221,14 @@ def _check_process(w: Tensor) -> None:
 
 
 def _check_options(
-    causal: bool,
-    temperature: Tensor | None,
-    bias: Tensor | None,
-    state: tuple[Tensor, ...] | None,
-    membership: str,
-    half_life: Tensor | None,
+    causal: bool, bias: Tensor | None, state: tuple[Tensor, ...] | None, half_life: Tensor | None
 ) -> None:
-    """Raise InputError if an option is missing, would be ignored or has an invalid value."""
-    one_of("membership", membership, MEMBERSHIPS)
-    if membership == "softmax" and temperature is None:
-        fix = "Pass torch.ones(H), or membership='uniform', which needs no temperature."
-        raise InputError("temperature", expected="a tensor (H,)", got="None", fix=fix)
+    """Raise InputError if an option would be ignored or has an invalid value."""
     options = {"bias": bias, "state": state, "half_life": half_life}
     given = [name for name, value in options.items() if value is not None]
     if not causal and given:
         subject, got = f"{' and '.join(given)} with causal=False", "the bidirectional operation"
         raise InputError(subject, expected="causal=True", got=got, fix="Pass causal=True or leave it out.")
-    if membership == "uniform" and bias is not None:
-        got = "memberships of 1/H, which do not depend on scores"
-        subject, expected = "bias with membership='uniform'", "membership='softmax'"
-        raise InputError(subject, expected=expected, got=got, fix="Leave the bias out.")
     if half_life is not None and half_life.requires_grad:
         fix = "Half-lives are not learned: pass half_life.detach() or a buffer."
         got = "a tensor that requires a gradient"
@@ -289,44 +236,27 @@ def _check_options(
     if half_life is not None and values_known(half_life) and not bool((half_life > 0).all()):
         got, fix = f"{half_life.min().item():g}", "Pass infinity for a head without decay."
         raise InputError("half_life", expected="numbers above 0", got=got, fix=fix)
-    seen = None if state is None else state[3]
-    # On a GPU, this check would wait for the GPU.
-    if seen is not None and seen.device.type == "cpu" and values_known(seen) and int(seen.min()) < 0:
-        fix = "It counts real tokens; TSSAState.zeros starts at 0."
-        raise InputError("state.seen", expected="numbers from 0 on", got=f"{int(seen.min())}", fix=fix)
-
-
-def _lengths(call: Call) -> Int[Tensor, " N"]:
-    """Return the number of real tokens of each sequence."""
-    mask, bounds, (batch, tokens) = call.mask, call.bounds, call.w.shape[:2]
-    if bounds is None:
-        return torch.full((batch,), tokens, device=call.w.device) if mask is None else mask.sum(1)
-    if mask is None:
-        return bounds.diff()
-    return torch.nn.functional.pad(mask.flatten().cumsum(0), (1, 0))[bounds].diff()
-
-
-def _positions(call: Call, before: Int[Tensor, " N"] | None) -> Int[Tensor, "B T"]:
-    """Return each token's index among the real tokens of its sequence; values at padding are not used."""
-    mask, (bounds, sequence) = call.mask, call.sequence_of_tokens()
-    real = torch.ones_like(sequence) if mask is None else mask.flatten().long()
-    upto = torch.nn.functional.pad(real.cumsum(0), (1, 0))
-    within = (upto[1:] - upto[bounds[sequence]] - 1).clamp(min=0)
-    return (within if before is None else within + before[sequence]).view(call.w.shape[:2])
 
 
 def _offset(
-    bias: Float[Tensor, "H P"], call: Call, before: Int[Tensor, " N"] | None
+    bias: Float[Tensor, "H P"], call: Call, before: Int[Tensor, " B"] | None
 ) -> Float[Tensor, "B T H"]:
     """Return K · bias[h, position] per token: a score is a sum over K channels, each of which adds the bias.
 
-    If values are not known, as in a compiled graph, a bias that is too short fails when it is indexed.
+    The position is the token's index among the real tokens of its row, plus the number of tokens ``before``
+    this call. If values are not known, as in a compiled graph, a bias that is too short fails when it is
+    indexed.
     """
     batch, tokens, _, width = call.w.shape
-    if call.mask is None and before is None and call.bounds is None:
+    if call.mask is None and before is None:
         _check_positions(bias.shape[1], tokens - 1)
         return (width * bias[:, :tokens].t()).expand(batch, tokens, -1)
-    position = _positions(call, before)
+    if call.mask is None:
+        position = torch.arange(tokens, device=bias.device).expand(batch, -1)
+    else:
+        position = (call.mask.cumsum(1) - 1).clamp(min=0)
+    if before is not None:
+        position = position + before[:, None]
     if call.mask is not None:
         position = position.masked_fill(~call.mask, 0)
     if values_known(position):

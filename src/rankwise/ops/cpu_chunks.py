@@ -1,31 +1,136 @@
-"""Chunks of a sequence, and the compiled loops that causal and bidirectional TSSA share on a CPU.
+"""Compiled loops over chunks of a sequence: what causal and bidirectional TSSA share on a CPU.
 
 TSSA (token statistics self-attention) needs only sums over tokens: energy Σ w², assigned Σ Π w² and mass Σ Π,
-where w are projections of tokens to heads, and memberships Π are weights of the heads at each token. Each
-sequence is cut into chunks of at most `CHUNK` tokens. One loop computes the sums over each chunk,
-`ChunkedCall.carry` adds these sums in float64, and the next loop starts each chunk with the sums before it.
-So threads can process chunks in any order, and a sum over T tokens has the rounding error of 64 additions.
+where w are projections of tokens to heads, and memberships Π are weights of the heads at each token. Padding
+is removed, and each sequence is cut into chunks of at most `CHUNK` tokens. One loop computes the sums over
+each chunk, `ChunkedCall.carry` adds these sums in float64, and the next loop starts each chunk with the sums
+before it. So threads can process chunks in any order, and a sum over T tokens has the rounding error of 64
+additions.
 
-Arrays in loops: w (M, H, K) for M tokens of all sequences, H heads and K channels; mask (M,), True for real
-tokens, or empty; power (CHUNK + 2, H) and rate (H,), which hold the decay λ (see `ChunkedCall`). Chunk i has
-the tokens first[i] ≤ t < last[i] of sequence[i]. Each loop processes the chunks low ≤ i < high.
+Arrays in loops: w (M, H, K) for the M real tokens of all sequences, H heads and K channels; power
+(CHUNK + 2, H) and rate (H,), which hold the decay λ (see `ChunkedCall`). Chunk i has the tokens
+first[i] ≤ t < last[i] of sequence[i]. Each loop processes the chunks low ≤ i < high.
 """
 
-from functools import lru_cache
+import os
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, lru_cache
+from hashlib import sha256
 from math import exp
+from pathlib import Path
+from types import FunctionType
 from typing import Any, NamedTuple, no_type_check
 
+import llvmlite
+import numba
 import numpy as np
 import torch
+from llvmlite.binding import get_host_cpu_features, get_host_cpu_name
 from torch import Tensor
 
 from rankwise.ops.arguments import Call, Sums, as_dtype, sum_dtype
-from rankwise.ops.cpu_compile import Loop, inlined, threads_for
 
 CHUNK = 64
 """Largest number of tokens per chunk; sums of w² are float64 only across chunks."""
-NUMPY = {torch.float32: np.float32, torch.float64: np.float64, torch.bool: np.bool_}
-"""numpy dtype for each torch dtype that the compiled loops accept."""
+NUMPY = {torch.float32: np.float32, torch.float64: np.float64}
+"""numpy dtype for each dtype of sums."""
+ALLOWED = {"reassoc", "contract", "arcp", "nsz"}
+"""Changes the compiler may make: reorder sums, fuse a product and a sum, multiply by 1/y, drop the sign of 0.
+
+The compiler may not assume that NaN and infinity do not occur, because they must reach the output. It may
+not approximate functions either.
+"""
+TWO_THREADS_FROM = 1 << 19
+"""Number of entries of the input w from which several threads are faster than one."""
+
+
+class Loop:
+    """Function with a loop over arrays, compiled for each combination of dtypes; runs without the GIL.
+
+    The disk cache of numba keeps all signatures of a function in one index file. Two processes can overwrite
+    this file such that it names the wrong machine code. So each signature is compiled as a separate function.
+    Its name contains a hash of signature, sources, versions and processor, so that equal names mean equal
+    machine code.
+    """
+
+    def __init__(self, function: FunctionType) -> None:
+        self.function = function
+        self._compiled: dict[tuple[Any, ...], Callable[..., Any]] = {}
+
+    def of(self, *given: Any) -> Callable[..., Any]:
+        """Return the function compiled for the dtypes of the arguments; compile it on the first call."""
+        key = tuple(x.dtype for x in given if isinstance(x, np.ndarray))
+        if key not in self._compiled:
+            self._compiled[key] = _compile(self.function, tuple(map(numba.typeof, given)))
+        return self._compiled[key]
+
+    def run(self, given: tuple[Any, ...], tasks: int, threads: int) -> None:
+        """Call the compiled function with ``(*given, low, high)`` for slices low ≤ i < high of all tasks.
+
+        Each task writes to other entries of the result arrays. A thread that is done takes the next slice, so
+        no thread waits for a slow thread. The calling thread works too, and cancels threads that have not
+        begun when no slice is left.
+        """
+        run = self.of(*given, 0, tasks)  # compiled before the threads start, so that only one compiles
+        if min(threads, tasks) <= 1:
+            run(*given, 0, tasks)
+            return
+        size = -(-tasks // (4 * threads))
+        todo = deque((low, min(low + size, tasks)) for low in range(0, tasks, size))
+
+        def work() -> None:
+            while True:
+                try:
+                    low, high = todo.popleft()
+                except IndexError:  # no slice is left
+                    return
+                run(*given, low, high)
+
+        helpers = [thread_pool(os.getpid(), threads - 1).submit(work) for _ in range(threads - 1)]
+        try:
+            work()
+        finally:
+            todo.clear()  # if Ctrl-C was pressed, the other threads find no slice and stop
+        for helper in helpers:
+            if not helper.cancel():
+                helper.result()
+
+
+def inlined(function: FunctionType, allowed: set[str] = ALLOWED) -> Callable[..., Any]:
+    """Return a function that numba inlines into each loop that calls it, with only ``allowed`` changes."""
+    return numba.njit(nogil=True, fastmath=allowed, error_model="numpy", forceinline=True)(function)
+
+
+def threads_for(numbers: int) -> int:
+    """Return 1 if the input has few entries, otherwise torch's number of threads, at most one per core."""
+    return 1 if numbers < TWO_THREADS_FROM else min(torch.get_num_threads(), os.cpu_count() or 1)
+
+
+@cache
+def thread_pool(process: int, threads: int) -> ThreadPoolExecutor:
+    """Return a thread pool; the process id is a key, because a forked process has none of the threads."""
+    return ThreadPoolExecutor(threads, thread_name_prefix="rankwise-tssa")
+
+
+def _compile(function: FunctionType, signature: tuple[Any, ...]) -> Callable[..., Any]:
+    """Compile a function for one signature, under a name with a hash of all inputs of the compiler."""
+    named = FunctionType(function.__code__, function.__globals__, function.__name__)
+    origin = _origin(Path(function.__code__.co_filename))
+    digest = sha256(f"{signature} {origin}".encode()).hexdigest()[:16]
+    named.__module__, named.__qualname__ = function.__module__, f"{function.__name__}_{digest}"
+    return numba.njit(signature, nogil=True, cache=True, fastmath=ALLOWED, error_model="numpy")(named)
+
+
+@cache
+def _origin(file: Path) -> str:
+    """Return a text that identifies sources, versions and processor, on which compiled loops depend."""
+    files = {file, *Path(__file__).parent.glob("cpu_*.py")}
+    sources = b"".join(path.read_bytes() for path in sorted(files))
+    versions = f"{numba.__version__} {llvmlite.__version__}"
+    processor = f"{get_host_cpu_name()} {get_host_cpu_features().flatten()}"
+    return f"{sha256(sources).hexdigest()} {versions} {processor}"
 
 
 class Chunks(NamedTuple):
@@ -37,30 +142,50 @@ class Chunks(NamedTuple):
 
 
 class ChunkedCall:
-    """Arguments of a `tssa` call as numpy arrays, and the chunks of the call.
+    """Arguments of a `tssa` call as numpy arrays without padding, and the chunks of the call.
 
     Attributes:
         call: checked arguments of `tssa`.
         dtype: dtype of the sums, float32 or float64.
-        w: projections of tokens, (M, H, K), in the dtype of the sums.
-        temperature: temperatures, (H,); empty for uniform memberships.
-        tokens: three arrays: mask, power, rate. mask is (M,) or empty; rate is λ per head in float64. The
-            rows of power, (CHUNK + 2, H), are λ^0 … λ^CHUNK and the rounding error of λ in dtype ``dtype``.
+        real: indices of the M real tokens in the list of all tokens; None if all tokens are real.
+        w: projections of the real tokens, (M, H, K), in the dtype of the sums.
+        temperature: temperatures, (H,).
+        decay: two arrays: power and rate. rate is λ per head in float64. The rows of power, (CHUNK + 2, H),
+            are λ^0 … λ^CHUNK and the rounding error of λ in dtype ``dtype``.
         chunks: tokens and sequence of each chunk.
         threads: number of threads that run a loop.
     """
 
     def __init__(self, call: Call) -> None:
         self.call, self.dtype = call, sum_dtype(call.w.dtype)
+        batch, tokens, heads, _ = call.w.shape
+        self.real, lengths = None, (tokens,) * batch
+        if call.mask is not None and not bool(call.mask.all()):
+            mask = array(call.mask, torch.bool)
+            self.real, lengths = np.flatnonzero(mask), tuple(mask.sum(1).tolist())
+        self.w = self.flat(call.w)
         # A copy, because torch cannot free memory that numpy shares, and FSDP2 frees weights between passes.
-        temperature = None if call.temperature is None else call.temperature.clone()
-        self.w, self.temperature = flat(call.w, self.dtype), flat(temperature, self.dtype, axes=1)
-        rates = [1.0] * self.w.shape[1] if call.rate is None else call.rate.tolist()
-        self.tokens = (flat(call.mask, torch.bool, axes=1), *_powers(tuple(rates), self.dtype))
-        batch, tokens = call.w.shape[:2]
-        ends = range(0, batch * tokens + 1, tokens) if call.bounds is None else call.bounds.tolist()
-        self.chunks = _chunks(tuple(ends))
+        self.temperature = array(call.temperature.clone(), self.dtype)
+        rates = [1.0] * heads if call.rate is None else call.rate.tolist()
+        self.decay = _powers(tuple(rates), self.dtype)
+        self.chunks = _chunks(lengths)
         self.threads = threads_for(self.w.size)
+
+    def flat(self, x: Tensor | None) -> np.ndarray:
+        """Return a tensor (B, T, …) as an array (M, …) of the real tokens; None as an empty array."""
+        if x is None:
+            return np.zeros((0, 0), NUMPY[self.dtype])
+        rows = array(x, self.dtype).reshape(-1, *x.shape[2:])
+        return rows if self.real is None else rows[self.real]
+
+    def padded(self, x: np.ndarray) -> Tensor:
+        """Return an array (M, …) of the real tokens as a tensor (B, T, …); 0 at padding."""
+        batch, tokens = self.call.w.shape[:2]
+        rows = x
+        if self.real is not None:
+            rows = np.zeros((batch * tokens, *x.shape[1:]), x.dtype)
+            rows[self.real] = x
+        return torch.from_numpy(rows.reshape(batch, tokens, *x.shape[1:]))
 
     def run(self, loop: Loop, *arrays: Any) -> None:
         """Run a compiled loop over all chunks; the loop writes its results to some of the given arrays."""
@@ -74,8 +199,8 @@ class ChunkedCall:
     def sums(self, weight: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
         """Return the sums of weight · w² and of weight over each chunk; None means that all weights are 1."""
         squares, masses = self.empty_sums()
-        weight = flat(None, self.dtype) if weight is None else weight
-        self.run(add_chunks, self.w, weight, *self.tokens, *self.chunks[:2], squares, masses)
+        weight = self.flat(None) if weight is None else weight
+        self.run(add_chunks, self.w, weight, *self.decay, *self.chunks[:2], squares, masses)
         return squares, masses
 
     def carry(
@@ -84,49 +209,33 @@ class ChunkedCall:
         """Return the running sums at the start of each chunk and at the end of each sequence.
 
         ``added`` contains the sums over each chunk and is overwritten; ``start`` contains the sums before
-        each sequence, (N, H, …), float64. If ``backward``, sums (of gradients) run from the last token to the
+        each sequence, (B, H, …), float64. If ``backward``, sums (of gradients) run from the last token to the
         first: the results are then sums at the end of each chunk and at the start of each sequence.
         """
-        mask, _, rate = self.tokens
         end = start.copy()
-        arrays = (added, start, mask, rate, *self.chunks, end, backward)
+        arrays = (added, start, self.decay[1], *self.chunks, end, backward)
         carry_heads.run(arrays, added.shape[1], self.threads)
         return added, end
 
     def total(self, added: np.ndarray) -> np.ndarray:
-        """Add up the sums of chunks; return one sum per sequence, (N, H, …)."""
-        start = np.zeros((self.call.sequences, *added.shape[1:]))
+        """Add up the sums of chunks; return one sum per sequence, (B, H, …)."""
+        start = np.zeros((len(self.call.w), *added.shape[1:]))
         return self.carry(added, start)[1].astype(self.w.dtype)
 
     @staticmethod
     def wide(sums: Sums) -> list[np.ndarray]:
-        """Return energy and assigned, (N, H, K), and mass, (N, H, 1), of each sequence as float64 arrays."""
-        energy, assigned, mass = (array(part, torch.float64) for part in sums)
+        """Return energy and assigned, (B, H, K), and mass, (B, H, 1), of each sequence as float64 arrays."""
+        energy, assigned, mass = (array(x, torch.float64) for x in sums)
         return [energy, assigned, mass[..., None]]
 
     def narrow(self, energy: np.ndarray, assigned: np.ndarray, mass: np.ndarray) -> Sums:
         """Return sums of sequences as tensors in the dtype of the sums; the inverse of `wide`."""
-        return Sums(*(tensor(part, self.dtype) for part in (energy, assigned, mass[..., 0])))
-
-    def per_token(self, x: np.ndarray) -> Tensor:
-        """Return an array (M, H) as a tensor (B, T, H)."""
-        return torch.from_numpy(x.reshape(self.call.w.shape[:3]))
-
-    def new(self) -> Tensor:
-        """Allocate a tensor like w by numpy: its large memory pages make the first write to it fast."""
-        return torch.from_numpy(np.empty(self.call.w.shape, self.w.dtype))
+        return Sums(*(tensor(x, self.dtype) for x in (energy, assigned, mass[..., 0])))
 
 
 def array(x: Tensor, dtype: torch.dtype) -> np.ndarray:
     """Return a tensor as a numpy array; the data are copied only if dtype or memory layout change."""
     return np.ascontiguousarray(as_dtype(x.detach(), dtype).numpy())
-
-
-def flat(x: Tensor | None, dtype: torch.dtype, axes: int = 2) -> np.ndarray:
-    """Return a tensor (B, T, …) as an array (B·T, …), or None as an empty array with ``axes`` axes."""
-    if x is None:
-        return np.zeros((0,) * axes, NUMPY[dtype])
-    return array(x, dtype).reshape(-1, *x.shape[2:])
 
 
 def tensor(x: np.ndarray, dtype: torch.dtype) -> Tensor:
@@ -136,21 +245,21 @@ def tensor(x: np.ndarray, dtype: torch.dtype) -> Tensor:
 
 @lru_cache(256)
 def _powers(rates: tuple[float, ...], dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
-    """Return the arrays power and rate of `ChunkedCall.tokens`, for one decay λ per head."""
+    """Return the arrays power and rate of `ChunkedCall.decay`, for one decay λ per head."""
     rate = np.array(rates)
     lost = rate - rate.astype(NUMPY[dtype])
     return np.concatenate([rate ** np.arange(CHUNK + 1)[:, None], lost[None]]).astype(NUMPY[dtype]), rate
 
 
 @lru_cache(256)
-def _chunks(ends: tuple[int, ...]) -> Chunks:
-    """Cut sequences into chunks; sequence n has the tokens ends[n] ≤ t < ends[n + 1]."""
-    bounds = np.array(ends, np.int64)
-    counts = -(-np.diff(bounds) // CHUNK)
+def _chunks(lengths: tuple[int, ...]) -> Chunks:
+    """Cut sequences of these lengths, one after the other, into chunks."""
+    tokens = np.array(lengths, np.int64)
+    counts, ends = -(-tokens // CHUNK), tokens.cumsum()
     sequence = np.repeat(np.arange(len(counts)), counts)
     within = np.arange(len(sequence)) - (counts.cumsum() - counts)[sequence]
-    first = bounds[sequence] + CHUNK * within
-    return Chunks(first, np.minimum(first + CHUNK, bounds[sequence + 1]), sequence)
+    first = (ends - tokens)[sequence] + CHUNK * within
+    return Chunks(first, np.minimum(first + CHUNK, ends[sequence]), sequence)
 
 
 # --- running sums -------------------------------------------------------------------------------------------
@@ -174,13 +283,6 @@ kept = inlined(_kept, {"contract"})  # reordering to x (λ + error) would drop t
 
 @inlined
 @no_type_check
-def tokens_between(mask, first, last):
-    """Return the number of real tokens t with first ≤ t < last."""
-    return mask[first:last].sum() if mask.size > 0 else last - first
-
-
-@inlined
-@no_type_check
 def project_row(row, vector):
     """Return the weighted sum Σ_k vector_k w_k² over the channels k of one token and head."""
     out = row.dtype.type(0)
@@ -199,14 +301,12 @@ def add_row(row, weight, sums, factors):
 
 @inlined
 @no_type_check
-def add_chunk(w, weight, mask, power, rate, first, last, sums, mass):
+def add_chunk(w, weight, power, rate, first, last, sums, mass):
     """Write the sums of weight · w² and of weight over a chunk to `sums` and `mass`; no weight means 1."""
     by = w.dtype.type(1)
     sums[:] = 0
     mass[:] = 0
     for t in range(first, last):
-        if mask.size > 0 and not mask[t]:
-            continue
         for h in range(w.shape[1]):
             if weight.size > 0:
                 by = weight[t, h]
@@ -216,15 +316,15 @@ def add_chunk(w, weight, mask, power, rate, first, last, sums, mass):
 
 @Loop
 @no_type_check
-def add_chunks(w, weight, mask, power, rate, first, last, squares, masses, low, high):
+def add_chunks(w, weight, power, rate, first, last, squares, masses, low, high):
     """Write the sum of weight · w² over each chunk to `squares`, and the sum of weight to `masses`."""
     for i in range(low, high):
-        add_chunk(w, weight, mask, power, rate, first[i], last[i], squares[i], masses[i])
+        add_chunk(w, weight, power, rate, first[i], last[i], squares[i], masses[i])
 
 
 @Loop
 @no_type_check
-def carry_heads(added, start, mask, rate, first, last, sequence, end, backward, low, high):
+def carry_heads(added, start, rate, first, last, sequence, end, backward, low, high):
     """Replace the sums over each chunk, in `added`, by the running sums at the start of the chunk.
 
     The sums after each sequence are written to `end`. Heads low ≤ h < high are processed. If `backward`,
@@ -237,9 +337,8 @@ def carry_heads(added, start, mask, rate, first, last, sequence, end, backward, 
         previous, following = (i + 1, i - 1) if backward else (i - 1, i + 1)
         if j == 0 or sequence[i] != sequence[previous]:
             sums[:] = start[sequence[i], low:high]
-        age = tokens_between(mask, first[i], last[i])
         for h in range(low, high):
-            decay = 1.0 if rate[h] == 1 else rate[h] ** age
+            decay = 1.0 if rate[h] == 1 else rate[h] ** (last[i] - first[i])
             for k in range(sums.shape[1]):
                 old = sums[h - low, k]
                 sums[h - low, k] = old * decay + added[i, h, k]
@@ -286,36 +385,28 @@ def exponentials(row):
 
 @inlined
 @no_type_check
-def softmax_rows(score, temperature, mask, out, first, last):
+def softmax_rows(score, temperature, out, first, last):
     """Write the memberships of the tokens of a chunk to `out`: softmax over heads of temperature · score.
 
-    Memberships are 1/H if `temperature` is empty, and 0 at padding. `out` and `score` may be the same array.
+    `out` and `score` may be the same array.
     """
     heads = score.shape[1]
-    zero, one = score.dtype.type(0), score.dtype.type(1)
-    if temperature.size == 0:
-        out[first:last] = one / heads
-    else:
-        for t in range(first, last):
-            top = temperature[0] * score[t, 0]
-            for h in range(heads):
-                out[t, h] = temperature[h] * score[t, h]
-                if not out[t, h] <= top:  # true for NaN, which thus becomes the maximum
-                    top = out[t, h]
-            for h in range(heads):
-                out[t, h] -= top
-        exponentials(out[first:last].reshape(-1))
-        for t in range(first, last):
-            total = zero
-            for h in range(heads):
-                total += out[t, h]
-            each = one / total
-            for h in range(heads):
-                out[t, h] *= each
-    if mask.size > 0:
-        for t in range(first, last):
-            if not mask[t]:
-                out[t] = zero
+    for t in range(first, last):
+        top = temperature[0] * score[t, 0]
+        for h in range(heads):
+            out[t, h] = temperature[h] * score[t, h]
+            if not out[t, h] <= top:  # true for NaN, which thus becomes the maximum
+                top = out[t, h]
+        for h in range(heads):
+            out[t, h] -= top
+    exponentials(out[first:last].reshape(-1))
+    for t in range(first, last):
+        total = score.dtype.type(0)
+        for h in range(heads):
+            total += out[t, h]
+        scale = score.dtype.type(1) / total
+        for h in range(heads):
+            out[t, h] *= scale
 
 
 @inlined
@@ -324,13 +415,10 @@ def softmax_rows_back(membership, d_membership, score, temperature, d_score, d_t
     """Write the gradients of scores to `d_score`; add the gradient of the temperature to `d_temperature`.
 
     The gradient of a score is temperature · Π (d_Π - Σ_h Π d_Π), where Π is the membership and d_Π its
-    gradient; it is 0 without a temperature.
+    gradient.
     """
     heads = membership.shape[1]
     for t in range(first, last):
-        if temperature.size == 0:
-            d_score[t] = 0
-            continue
         mean = membership.dtype.type(0)
         for h in range(heads):
             mean += membership[t, h] * d_membership[t, h]

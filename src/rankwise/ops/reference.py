@@ -5,13 +5,12 @@ over tokens; membership Π: softmax over heads of temperature · score; assigned
 """
 
 from contextlib import nullcontext
-from itertools import pairwise
 
 import torch
 from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
-from rankwise.ops.arguments import Call, Solution, Sums, check_boundaries, sum_dtype
+from rankwise.ops.arguments import Call, Solution, Sums, sum_dtype
 
 NORM_EPS = 1e-12
 """Lower bound of the norm of a channel over all tokens, in bidirectional TSSA."""
@@ -24,60 +23,34 @@ BLOCK = 64
 
 
 def solve(call: Call) -> Solution:
-    """Return output, memberships and final sums of a call; packed sequences are computed one by one."""
-    device = call.w.device.type
-    known = torch.amp.autocast_mode.is_autocast_available(device)
-    with torch.autocast(device, enabled=False) if known else nullcontext():
-        if call.bounds is None:
-            return _solve(call)
-        ends = call.bounds.tolist()
-        check_boundaries(ends, call.w.shape[1])  # a compiled graph has not checked the boundaries yet
-        parts = [_solve(_sequence(call, n, low, high)) for n, (low, high) in enumerate(pairwise(ends))]
-    output = torch.cat([part.output for part in parts], 1)
-    membership = torch.cat([part.membership for part in parts], 1)
-    sums = [part.end for part in parts if part.end is not None]
-    end = Sums(*map(torch.cat, zip(*sums, strict=True))) if call.causal else None
-    return Solution(output, membership, end)
-
-
-def _sequence(call: Call, n: int, low: int, high: int) -> Call:
-    """Return a call for packed sequence n alone, which has the tokens low ≤ t < high."""
-    offset, mask = (None if x is None else x[:, low:high] for x in (call.offset, call.mask))
-    start = None if call.start is None else Sums(*(part[n : n + 1] for part in call.start))
-    return call._replace(w=call.w[:, low:high], offset=offset, mask=mask, start=start, bounds=None)
-
-
-def _solve(call: Call) -> Solution:
-    """Return output, memberships and final sums of a call in which each row is one sequence.
+    """Return output, memberships and final sums of a call.
 
     Entries of w that are not finite are replaced by 0, and NaN is added as a constant to all results that
     depend on them. Otherwise NaN would reach the gradients of earlier tokens, because the backward pass would
     multiply NaN by gradients of 0.
     """
     w, mask = call.w.to(sum_dtype(call.w.dtype)), call.mask
-    start = call.initial_sums() if call.causal else None
-    if w.shape[1] == 0:
-        return Solution(call.w, w[..., 0], start)
     if mask is not None:
         w = w.masked_fill(~mask[..., None, None], 0.0)
     wrong = ~w.detach().square().isfinite()
     w = w.masked_fill(wrong, 0.0)
-    if start is None:
-        output, membership = bidirectional(w, call.temperature, mask)
-        seen, end = wrong.any(1, keepdim=True), None
-    else:
-        output, membership, end = causal(w, call.temperature, call.offset, mask, start, call.rate)
-        seen = wrong.cumsum(1) > 0
-    energy = _nan_where(seen, w)
-    spread = energy if call.temperature is None else _nan_where(seen.flatten(2).any(-1), w)[..., None, None]
+    device = w.device.type
+    has_autocast = torch.amp.autocast_mode.is_autocast_available(device)
+    with torch.autocast(device, enabled=False) if has_autocast else nullcontext():
+        if call.causal:
+            start = call.initial_sums()
+            output, membership, end = causal(w, call.temperature, call.offset, mask, start, call.rate)
+            seen = wrong.cumsum(1) > 0
+        else:
+            output, membership = bidirectional(w, call.temperature, mask)
+            seen, end = wrong.any(1, keepdim=True), None
+    spread = _nan_where(seen.flatten(2).any(-1), w)[..., None, None]
     if end is not None:
-        mass = end.mass if call.temperature is None else end.mass + spread[:, -1, :, 0]
-        end = Sums(end.energy + energy[:, -1], end.assigned + spread[:, -1], mass)
+        last = spread[:, -1]
+        end = Sums(end.energy + _nan_where(seen, w)[:, -1], end.assigned + last, end.mass + last[..., 0])
     if mask is not None:
         spread = spread.masked_fill(~mask[..., None, None], 0.0)
-    if call.temperature is not None:
-        membership = membership + spread[..., 0]
-    return Solution((output + spread).to(call.w.dtype), membership, end)
+    return Solution((output + spread).to(call.w.dtype), membership + spread[..., 0], end)
 
 
 def _nan_where(condition: Tensor, like: Tensor) -> Tensor:
@@ -86,7 +59,7 @@ def _nan_where(condition: Tensor, like: Tensor) -> Tensor:
 
 
 def bidirectional(
-    w: Float[Tensor, "B T H K"], temperature: Float[Tensor, " H"] | None, mask: Bool[Tensor, "B T"] | None
+    w: Float[Tensor, "B T H K"], temperature: Float[Tensor, " H"], mask: Bool[Tensor, "B T"] | None
 ) -> tuple[Float[Tensor, "B T H K"], Float[Tensor, "B T H"]]:
     """Return output and memberships of bidirectional TSSA in O(B T H K) time; w must be 0 at padding."""
     energy = w.square()
@@ -99,7 +72,7 @@ def bidirectional(
 
 def causal(
     w: Float[Tensor, "B T H K"],
-    temperature: Float[Tensor, " H"] | None,
+    temperature: Float[Tensor, " H"],
     offset: Float[Tensor, "B T H"] | None,
     mask: Bool[Tensor, "B T"] | None,
     start: Sums,
@@ -118,11 +91,8 @@ def causal(
     return output, membership, Sums(total[:, -1], assigned[:, -1], mass[:, -1, :, 0])
 
 
-def _membership(score: Tensor, temperature: Tensor | None, mask: Tensor | None) -> Tensor:
-    if temperature is None:
-        membership = torch.full_like(score, 1 / score.shape[-1])
-    else:
-        membership = (temperature * score).softmax(-1)
+def _membership(score: Tensor, temperature: Tensor, mask: Tensor | None) -> Tensor:
+    membership = (temperature * score).softmax(-1)
     return membership if mask is None else membership.masked_fill(~mask[..., None], 0.0)
 
 

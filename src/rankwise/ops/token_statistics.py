@@ -1,12 +1,13 @@
-"""Token Statistics Self-Attention (TSSA): the function `tssa`, its output and its decoding state."""
+"""Token Statistics Self-Attention (TSSA): the function `tssa`, its output, its decoding state, half-lives."""
 
+import math
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
 
-from rankwise.errors import instance_of
+from rankwise.errors import InputError, instance_of
 from rankwise.ops.arguments import make_call
 from rankwise.ops.dispatch import choose, solve
 
@@ -24,43 +25,12 @@ class TSSAState(NamedTuple):
         assigned: Σ_u λ^age Π[u,h]·w²[u,h,k], where Π are memberships.
         mass: Σ_u λ^age Π[u,h].
         seen: number of real tokens so far, which is the position of the next token in the learned bias.
-
-    Examples:
-        >>> state = TSSAState.zeros(1, heads=2, width=3)
-        >>> tuple(state.energy.shape), state.seen.tolist()
-        ((1, 2, 3), [0])
     """
 
-    energy: Float[Tensor, "N H K"]
-    assigned: Float[Tensor, "N H K"]
-    mass: Float[Tensor, "N H"]
-    seen: Int[Tensor, " N"]
-
-    @classmethod
-    def zeros(
-        cls,
-        sequences: int,
-        heads: int,
-        width: int,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
-    ) -> "TSSAState":
-        """Return the state before the first token: all sums are 0. ``width`` is K, the channels per head."""
-        sums = torch.zeros(sequences, heads, width, dtype=dtype, device=device)
-        mass = torch.zeros(sequences, heads, dtype=dtype, device=device)
-        seen = torch.zeros(sequences, dtype=torch.int64, device=device)
-        return cls(sums, sums.clone(), mass, seen)
-
-    def select(self, index: Int[Tensor, " M"]) -> "TSSAState":
-        """Return the states of the sequences with these indices, which may repeat (as in beam search)."""
-        return TSSAState(*(part.index_select(0, index) for part in self))
-
-    def detach(self) -> "TSSAState":
-        """Return the state detached from the autograd graph, to train on a long text segment by segment."""
-        return TSSAState(*(part.detach() for part in self))
-
-
-torch.serialization.add_safe_globals([TSSAState])  # lets torch.load read states, which hold only tensors
+    energy: Float[Tensor, "B H K"]
+    assigned: Float[Tensor, "B H K"]
+    mass: Float[Tensor, "B H"]
+    seen: Int[Tensor, " B"]
 
 
 class TSSAOutput(NamedTuple):
@@ -80,16 +50,14 @@ class TSSAOutput(NamedTuple):
 
 def tssa(
     w: Float[Tensor, "B T H K"],
-    temperature: Float[Tensor, " H"] | None,
+    temperature: Float[Tensor, " H"],
     causal: bool = False,
     bias: Float[Tensor, "H P"] | None = None,
     mask: Bool[Tensor, "B T"] | None = None,
     state: TSSAState | None = None,
     impl: str = "auto",
     *,
-    membership: str = "softmax",
     half_life: Float[Tensor, " H"] | None = None,
-    cu_seqlens: Int[Tensor, " N1"] | None = None,
 ) -> TSSAOutput:
     """Compute Token Statistics Self-Attention (TSSA), in which tokens interact only through sums over tokens.
 
@@ -117,30 +85,28 @@ def tssa(
 
     Range: Π in [0, 1]; |out| ≤ Π |w|. Cost: O(B T H K) time; O(B T H) memory in addition to input and output.
     A CPU also stores the sums at every 64th token: 1/32 of the size of w forward, 1/16 backward. On a CPU,
-    half precision adds float32 copies of w and output, and a non-contiguous w adds a contiguous copy.
+    half precision adds float32 copies of w and output, a mask adds copies of w and output without padding,
+    and a non-contiguous w adds a contiguous copy.
 
     Source: Wu et al., "Token Statistics Transformer: Linear-Time Attention via Variational Rate Reduction"
-    (2024), and its released modules, whose outputs this function reproduces. Uniform memberships and
-    half-lives are additions of this package.
+    (2024), and its released modules, whose outputs this function reproduces. Half-lives are
+    an addition of this package.
 
     Args:
         w: projections of tokens to the heads: a linear map of the tokens, split into H heads of K channels.
-        temperature: factor of the scores in the softmax, per head; may be None for uniform memberships.
+        temperature: factor of the scores in the softmax, per head.
         causal: True if a token reads only itself and earlier tokens.
-        bias: learned bias per head and position, only if causal; P is at least the length of the longest
-            sequence.
+        bias: learned bias per head and position, only if causal; P is at least the number of real
+            tokens of the longest row, including earlier calls.
         mask: True for real tokens; by default all tokens are real.
         state: state returned by a call on the previous tokens, only if causal. Calls on successive segments
             equal one call on the whole sequence.
         impl: "auto", "reference", "cpu" or "triton"; `rankwise.ops.dispatch.choose` is the rule for "auto".
             An explicit choice either runs or raises.
-        membership: "softmax", or "uniform" for Π = 1/H.
         half_life: half-life of the sums in tokens, per head, only if causal; not learned. See `half_lives`.
-        cu_seqlens: boundaries [0, n_1, n_1 + n_2, …, T] of N sequences packed in one row (B = 1). The
-            sequences are independent, and the state has one row per sequence.
 
     Raises:
-        ShapeError: if a shape or dtype is wrong, or the bias is shorter than the longest sequence.
+        ShapeError: if a shape or dtype is wrong, or the bias is shorter than the longest row.
         InputError: if options contradict each other, the implementation cannot run here, or the process is
             a fork that lacks threads of torch.
 
@@ -156,8 +122,33 @@ def tssa(
         [0.5, 0.5]
     """
     if state is not None:
-        instance_of("state", state, TSSAState, "a TSSAState", fix="Make one with TSSAState(*state).")
-    call, seen = make_call(w, temperature, causal, bias, mask, state, membership, half_life, cu_seqlens)
+        instance_of("state", state, TSSAState, "a TSSAState", fix="Pass the state of an earlier call.")
+    call, seen = make_call(w, temperature, causal, bias, mask, state, half_life)
     solution = solve(call, choose(impl, w.device))
     last = None if solution.end is None or seen is None else TSSAState(*solution.end, seen)
     return TSSAOutput(solution.output, solution.membership, last)
+
+
+def half_lives(heads: int, shortest: float | int = 4, longest: float | int = 1024) -> Float64[Tensor, " H"]:
+    """Return one half-life per head in tokens, on the CPU, for the argument ``half_life`` of `tssa`.
+
+    Formula: ``h_i = shortest · (longest/shortest)^(i/(heads−1))``. With half-life h, a token that is u tokens
+    old has the weight 2^(−u/h) in a sum, so that a sum effectively covers 1.44·h tokens.
+
+    Raises:
+        InputError: if ``heads`` is below 1, or not 0 < shortest ≤ longest < ∞.
+
+    Examples:
+        >>> half_lives(4, shortest=2, longest=16).round(decimals=6).tolist()
+        [2.0, 4.0, 8.0, 16.0]
+    """
+    if heads < 1 or not 0 < shortest <= longest < math.inf:
+        raise InputError(
+            "`half_lives`",
+            expected="heads ≥ 1 and 0 < shortest ≤ longest < ∞",
+            got=f"heads={heads}, shortest={shortest}, longest={longest}",
+            fix="Pass half-lives in tokens, the shortest first.",
+        )
+    # On the CPU, even while a model is built on the meta device.
+    steps = torch.arange(heads, dtype=torch.float64, device="cpu") / max(heads - 1, 1)
+    return shortest * (longest / shortest) ** steps

@@ -29,8 +29,8 @@ def indices(mask, first, last, H, K, BT: tl.constexpr, BK: tl.constexpr, MASKED:
     - inside (BT,): True for tokens of the chunk, which may have fewer than BT.
     - real (BT,): True for real tokens of the chunk, that is without padding.
     - row (BT,), cell (BT, BK): offsets of the tokens in arrays (M, H), and of their channels in (M, H, K).
-    - known (BT, BK): True for channels k < K of real tokens.
-    - there (BT, BK): True for channels k < K of all tokens of the chunk.
+    - read (BT, BK): True for channels k < K of real tokens, which kernels read.
+    - written (BT, BK): True for channels k < K of all tokens of the chunk, which kernels write.
     """
     c, h = tl.program_id(0), tl.program_id(1)
     t = tl.load(first + c) + tl.arange(0, BT)
@@ -46,14 +46,9 @@ def indices(mask, first, last, H, K, BT: tl.constexpr, BK: tl.constexpr, MASKED:
 
 @triton.jit
 @no_type_check
-def ages_of(real, decay, h, DECAYED: tl.constexpr):
+def ages_of(real, decay, h):
     """Return the age of each token (number of real tokens in its chunk up to it), and log2 λ of the head."""
-    age = tl.cumsum(real.to(tl.float32), 0)
-    if DECAYED:  # noqa: SIM108 - Triton selects the branch at compile time
-        rate = tl.load(decay + h)
-    else:
-        rate = tl.load(decay)
-    return age, rate
+    return tl.cumsum(real.to(tl.float32), 0), tl.load(decay + h)
 
 
 @triton.jit
@@ -103,15 +98,15 @@ def reverse_running(x, age, real, rate, DECAYED: tl.constexpr):
 @triton.jit
 @no_type_check
 def sums_kernel(
-    w, mask, first, last, sequence, decay, weight, total, mass,
+    w, mask, first, last, row_of, decay, weight, total, mass,
     H, K, BT: tl.constexpr, BK: tl.constexpr, MASKED: tl.constexpr, DECAYED: tl.constexpr,
     WEIGHTED: tl.constexpr,
 ):  # fmt: skip
     """Write the sums of weight · w² and of weight over a chunk; each term decays until the chunk's end."""
     c, h = tl.program_id(0), tl.program_id(1)
-    _inside, real, row, cell, known, _ = indices(mask, first, last, H, K, BT, BK, MASKED)
-    x = tl.load(w + cell, mask=known, other=0.0).to(total.dtype.element_ty)
-    age, rate = ages_of(real, decay, h, DECAYED)
+    _inside, real, row, cell, read, _ = indices(mask, first, last, H, K, BT, BK, MASKED)
+    x = tl.load(w + cell, mask=read, other=0.0).to(total.dtype.element_ty)
+    age, rate = ages_of(real, decay, h)
     by = tl.where(real, 1.0, 0.0).to(x.dtype)
     if WEIGHTED:
         by = tl.load(weight + row, mask=real, other=0.0)
@@ -125,67 +120,61 @@ def sums_kernel(
 @triton.jit
 @no_type_check
 def carry_kernel(
-    sums, ages, start, at, end, begin, decay,
-    H, X, BX: tl.constexpr, BACKWARD: tl.constexpr, DECAYED: tl.constexpr,
+    sums, ages, start, before, end, chunks, decay,
+    H, X, BX: tl.constexpr, BACKWARD: tl.constexpr,
 ):  # fmt: skip
-    """Write the running sums at the start of each chunk to `at`, and after each sequence to `end`."""
+    """Write the running sums at the start of each chunk to `before`, and after each row to `end`.
+
+    ``chunks`` is the number of chunks of each row.
+    """
     n, h = tl.program_id(0), tl.program_id(1)
     x = tl.arange(0, BX)
-    low, high = tl.load(begin + n), tl.load(begin + n + 1)
     total = tl.load(start + (n * H + h) * X + x, mask=x < X, other=0.0).to(tl.float64)
-    for i in range(low, high):
-        c = i
+    for i in range(chunks):
+        c = n * chunks + i
         if BACKWARD:
-            c = low + high - 1 - i
+            c = (n + 1) * chunks - 1 - i
         here = (c * H + h) * X + x
-        tl.store(at + here, total.to(at.dtype.element_ty), mask=x < X)
-        if DECAYED:
-            total = total * tl.exp2(tl.load(decay + h) * tl.load(ages + c).to(tl.float64))
+        tl.store(before + here, total.to(before.dtype.element_ty), mask=x < X)
+        total = total * tl.exp2(tl.load(decay + h) * tl.load(ages + c).to(tl.float64))
         total += tl.load(sums + here, mask=x < X, other=0.0).to(tl.float64)
     tl.store(end + (n * H + h) * X + x, total.to(end.dtype.element_ty), mask=x < X)
 
 
 class Chunks:
-    """The C chunks of the tokens of a `tssa` call; all tokens of a chunk belong to one sequence.
+    """The C chunks of the tokens of a `tssa` call; all tokens of a chunk belong to one row.
 
     Attributes:
         first: index of the first token of each chunk, (C,).
         last: index after the last token of each chunk, (C,).
-        sequence: index of the sequence of each chunk, (C,).
-        begin: index of the first chunk of each of N sequences, followed by C, (N + 1,).
+        row: index of the row of each chunk, (C,).
+        per_row: number of chunks of each row.
         size: BT, the largest number of tokens of a chunk; a power of 2, at least 16.
         channels: BK, the number of channels K rounded up to a power of 2, at least 16.
     """
 
     def __init__(self, call: Call) -> None:
-        w = call.w
-        self.w, self.dtype = w.contiguous(), sum_dtype(w.dtype)
-        self.heads, self.width = w.shape[2], w.shape[3]
+        self.w, self.dtype = call.w.contiguous(), sum_dtype(call.w.dtype)
+        batch, tokens, self.heads, self.width = call.w.shape
+        device = call.w.device
         self.channels = max(16, 1 << (self.width - 1).bit_length())
         most = 64 if call.rate is None else 32  # with decay, a program also holds a size × size matrix
         self.size = max(16, min(most, 4096 // self.channels))
-        self.mask = None if call.mask is None else call.mask.contiguous()
-        if call.bounds is not None:
-            bounds = call.bounds
-            counts = (bounds.diff() + self.size - 1) // self.size
-            self.begin = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
-            self.count = int(self.begin[-1])  # waits for the GPU, but only if sequences are packed
-        else:
-            batch, tokens = w.shape[:2]
-            each, rows = -(-tokens // self.size), torch.arange(batch + 1, device=w.device)
-            bounds, self.begin, self.count = rows * tokens, rows * each, batch * each
-        index = torch.arange(self.count, device=w.device)
-        self.sequence = torch.searchsorted(self.begin, index, right=True) - 1
-        self.first = bounds[self.sequence] + (index - self.begin[self.sequence]) * self.size
-        self.last = torch.minimum(self.first + self.size, bounds[self.sequence + 1])
+        self.per_row = -(-tokens // self.size)
+        self.count = batch * self.per_row
+        index = torch.arange(self.count, device=device)
+        self.row = index // self.per_row
+        self.first = self.row * tokens + index % self.per_row * self.size
+        self.last = torch.minimum(self.first + self.size, (self.row + 1) * tokens)
         self.ages = self.last - self.first  # number of real tokens of each chunk
+        self.mask = None if call.mask is None else call.mask.contiguous()
         if self.mask is not None:
             upto = torch.nn.functional.pad(self.mask.flatten().cumsum(0), (1, 0))
             self.ages = upto[self.last] - upto[self.first]
         self.rate = call.rate
-        self.decay = torch.zeros(1, device=w.device, dtype=torch.float64)
+        self.decay = torch.zeros(self.heads, device=device, dtype=torch.float64)
         if call.rate is not None:
-            rate = call.rate.to(w.device, torch.float64)
+            rate = call.rate.to(device, torch.float64)
             self.decay = torch.log2(rate).clamp(min=MIN_LOG2_RATE).contiguous()
 
     def launch(self, kernel: Any, *arrays: Tensor | float, **switches: bool) -> None:
@@ -193,67 +182,58 @@ class Chunks:
         masked = self.mask is not None
         mask = self.mask if masked else self.w  # without a mask, the argument is unused but must be a tensor
         kernel[(self.count, self.heads)](
-            self.w, mask, self.first, self.last, self.sequence, self.decay, *arrays,
+            self.w, mask, self.first, self.last, self.row, self.decay, *arrays,
             H=self.heads, K=self.width, BT=self.size, BK=self.channels, MASKED=masked,
             DECAYED=self.rate is not None, **switches,
         )  # fmt: skip
 
     def sums(self, weight: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the sums of weight · w² and of weight over each chunk; None means that all weights are 1."""
-        total, mass = self.per_chunk()
+        total = self.w.new_empty((self.count, self.heads, self.width), dtype=self.dtype)
+        mass = total.new_empty((self.count, self.heads, 1))
         by = self.w if weight is None else weight.contiguous()
         self.launch(sums_kernel, by, total, mass, WEIGHTED=weight is not None)
         return total, mass
 
-    def per_chunk(self) -> tuple[Tensor, Tensor]:
-        """Allocate the sums of each chunk: of weight · w² (C, H, K), and of token weights (C, H, 1)."""
-        sums = self.w.new_empty((self.count, self.heads, self.width), dtype=self.dtype)
-        return sums, sums.new_empty((self.count, self.heads, 1))
-
     def carry(self, sums: Tensor, start: Tensor, backward: bool = False) -> tuple[Tensor, Tensor]:
-        """Return the running sums at the start of each chunk and at the end of each sequence.
+        """Return the running sums at the start of each chunk and at the end of each row.
 
-        ``sums`` are the sums over each chunk, (C, H, X); ``start`` the sums before each sequence, (N, H, X).
+        ``sums`` are the sums over each chunk, (C, H, X); ``start`` the sums before each row, (B, H, X).
         If ``backward``, sums (of gradients) run from the last token to the first: the results are then sums
-        at the end of each chunk and at the start of each sequence.
+        at the end of each chunk and at the start of each row.
         """
-        at, end = torch.empty_like(sums), torch.empty_like(start, memory_format=torch.contiguous_format)
+        before, end = torch.empty_like(sums), torch.empty_like(start, memory_format=torch.contiguous_format)
         width = sums.shape[2]
         block = max(16, 1 << (width - 1).bit_length())
         carry_kernel[(len(start), self.heads)](
-            sums, self.ages, start.contiguous(), at, end, self.begin, self.decay,
-            H=self.heads, X=width, BX=block, BACKWARD=backward, DECAYED=self.rate is not None,
+            sums, self.ages, start.contiguous(), before, end, self.per_row, self.decay,
+            H=self.heads, X=width, BX=block, BACKWARD=backward,
         )  # fmt: skip
-        return at, end
+        return before, end
 
     def total(self, sums: Tensor) -> Tensor:
-        """Add up the sums of chunks; return one sum per sequence, (N, H, X)."""
-        return self.carry(sums, sums.new_zeros(len(self.begin) - 1, *sums.shape[1:]))[1]
+        """Add up the sums of chunks; return one sum per row, (B, H, X)."""
+        return self.carry(sums, sums.new_zeros(len(self.w), *sums.shape[1:]))[1]
 
     def per_token(self) -> Tensor:
         """Allocate a tensor for one number per token and head, (B, T, H)."""
         return self.w.new_empty(self.w.shape[:3], dtype=self.dtype)
 
 
-def memberships(score: Tensor, temperature: Tensor | None, mask: Tensor | None, keep: bool) -> Tensor:
-    """Return memberships: softmax over heads of temperature · score; 1/H without temperature; 0 at padding.
+def memberships(score: Tensor, temperature: Tensor, mask: Tensor | None, keep: bool) -> Tensor:
+    """Return memberships: softmax over heads of temperature · score; 0 at padding.
 
     If ``keep`` is False, memberships overwrite the scores in memory.
     """
-    if temperature is None:
-        out = torch.full_like(score, 1 / score.shape[-1])
-    else:
-        out = score * temperature if keep else score.mul_(temperature)
-        out.sub_(out.amax(-1, keepdim=True)).exp_()
-        out.div_(out.sum(-1, keepdim=True))
+    out = score * temperature if keep else score.mul_(temperature)
+    out.sub_(out.amax(-1, keepdim=True)).exp_()
+    out.div_(out.sum(-1, keepdim=True))
     return out if mask is None else out.masked_fill_(~mask[..., None], 0.0)
 
 
 def softmax_back(
-    d_membership: Tensor, membership: Tensor, score: Tensor, temperature: Tensor | None
+    d_membership: Tensor, membership: Tensor, score: Tensor, temperature: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of scores and temperature from the gradient of memberships."""
-    if temperature is None:
-        return torch.zeros_like(score), score.new_zeros(score.shape[-1])
     d_logit = membership * (d_membership - (membership * d_membership).sum(-1, keepdim=True))
     return d_logit * temperature, (d_logit * score).sum((0, 1))

@@ -140,8 +140,10 @@ def _finding_item(change: FindingChange) -> Item:
     facts = []
     if old and new and old.severity != new.severity:
         facts.append(("severity", f"{old.severity} → {new.severity}"))
-    if old and new and old.where.layer != new.where.layer and about(finding.code) != "model":
-        facts.append(("from layer", f"{old.where.layer} → {new.where.layer}"))
+    if old and new and "blocks" in old.evidence.keys() & new.evidence.keys():
+        passed = [format_number(finding.evidence["blocks"]) for finding in (old, new)]
+        if passed[0] != passed[1]:
+            facts.append((title("blocks"), " → ".join(passed)))
     if change.numbers is not None:
         name, before, after = change.numbers
         was = f"{format_number(before)} → " if old and new else ""

@@ -6,7 +6,7 @@ from typing import Literal
 
 from rankwise._internals.records import format_number
 from rankwise.auditing.findings import RULES, about
-from rankwise.auditing.measure_table import DRAWN, PICTURED, REFERENCES
+from rankwise.auditing.measure_table import PICTURED, REFERENCES
 from rankwise.auditing.records import SEVERITY_ORDER, Finding, Severity
 from rankwise.auditing.result import Audit
 from rankwise.auditing.verdict import number_words
@@ -15,7 +15,6 @@ from rankwise.report.format import title
 from rankwise.report.heatmap_grid import Grid, HeadIndex
 
 _HEAD_NAMES = {measure.name for measure in PICTURED}
-_STATE_NAMES = {measure.name for measure in DRAWN}
 _ALIASES = dict.fromkeys(REFERENCES, "numerical_rank")
 
 
@@ -29,7 +28,8 @@ class Target:
     measure: str = ""
     """Measure that the heat map shows; if empty, the measure that the reader chose last."""
     stack: str = ""
-    layer: int | None = None
+    """Stack of the token states that the page marks, after this number of `blocks`."""
+    blocks: float | None = None
     about: str = ""
     """Name of the group of heads, if the finding is about several heads; otherwise empty."""
 
@@ -56,31 +56,21 @@ def _target(finding: Finding, audit: Audit, layers: HeadIndex) -> Target:
     if finding.code == "REMOVABLE":
         found = None if audit.importance is None else audit.importance.removable
         heads = [index for place in (found.heads if found else ()) for index in layers.at(place)]
-    if where.head is None and _is_about_states(finding, audit, heads):
-        return Target("states", stack=where.stack, layer=where.layer)
+    if "blocks" in finding.evidence and any(state.stack == where.stack for state in audit.states):
+        return Target("states", stack=where.stack, blocks=finding.evidence["blocks"])
     if not heads:
         return Target("provenance")
     subject = ""  # the card of a head names the heads of a finding if there are several
     if about(finding.code) != "group" and len(heads) > 1:
         subject = f"the set of {len(heads)} heads" if finding.code == "REMOVABLE" else _place(finding)
-    return Target("heads", tuple(heads), _measure(finding), where.stack, where.layer, subject)
+    return Target("heads", tuple(heads), _measure(finding), about=subject)
 
 
 def _place(finding: Finding) -> str:
-    """Return the address of a finding: after some blocks, or at a head or several."""
+    """Return the address of a finding, with all heads that it concerns."""
     if len(finding.heads) < 2:
         return finding.place
     return f"{finding.where.at(None)} {number_words('head', finding.heads)}"
-
-
-def _is_about_states(finding: Finding, audit: Audit, heads: Sequence[int]) -> bool:
-    """Return True if the evidence is about token states, or if the site is a block that wrote a state."""
-    where = finding.where
-    known = [
-        state.site for state in audit.states if (state.stack, state.blocks) == (where.stack, where.layer)
-    ]
-    evident = about(finding.code) == "stack" or bool(finding.evidence.keys() & _STATE_NAMES - _HEAD_NAMES)
-    return bool(known) and (evident or (where.site in known and not heads))
 
 
 def _measure(finding: Finding) -> str:

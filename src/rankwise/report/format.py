@@ -13,6 +13,7 @@ _TITLES = {
     "spread_lowest": "lowest token spread",
     "spread_lowest_at_1": "lowest token spread with λ = 1",
     "nonfinite": "not finite",
+    "blocks": "blocks passed",
     "cost": "cost of removal",
     "loss": "loss after removal",
     "relative": "share of the loss",

@@ -24,7 +24,7 @@ from rankwise.skips.observe import ObservedSkip, as_batch, lambdas_of, observe, 
 from rankwise.theory import min_lambda, min_lambda_paper, mixing_strength, skip_bound
 from rankwise.theory.paper_bound import check_share
 from rankwise.theory.skip_bounds import Norm as NormKind
-from rankwise.tracing import MixerSite, RecordedCall, capture, record_calls
+from rankwise.tracing import CapturedMixer, RecordedCall, capture, record_calls
 from rankwise.tracing.module_calls import holds
 from rankwise.tracing.projections import Projection, each_once, find_projection
 
@@ -149,11 +149,11 @@ class _Mixing:
 def _mixings(
     seen: Sequence[ObservedSkip],
     sites: Sequence[SkipSite],
-    mixers: Sequence[MixerSite],
+    mixers: Sequence[CapturedMixer],
     calls: Sequence[RecordedCall],
 ) -> list[_Mixing | None]:
     """Return the norms of the mixer of each observed skip; None if its branch has no or several mixers."""
-    behind: dict[str, list[MixerSite]] = {site.name: [] for site in sites}
+    behind: dict[str, list[CapturedMixer]] = {site.name: [] for site in sites}
     for mixer in mixers:
         site = max(sites, key=lambda site: _common(site.name, mixer.name))
         if _common(site.name, mixer.name):
@@ -190,7 +190,7 @@ def _common(first: str, other: str) -> int:
     return count
 
 
-def _mixing(mixer: MixerSite, added: ObservedSkip, calls: Sequence[RecordedCall]) -> _Mixing:
+def _mixing(mixer: CapturedMixer, added: ObservedSkip, calls: Sequence[RecordedCall]) -> _Mixing:
     operator, valid = mixer.operator.to(float64_device(mixer.operator.device)), mixer.valid_tokens
     batch, heads = operator.shape[0], operator.shape[1]
     squares = torch.zeros(batch, dtype=torch.float64)

@@ -37,7 +37,7 @@ from rankwise.skips.observe import (
     sites_in,
     with_lambdas,
 )
-from rankwise.tracing import StateSite, capture
+from rankwise.tracing import CapturedState, capture
 
 AuditT = TypeVar("AuditT", bound=Audit)
 
@@ -297,7 +297,7 @@ def _layers(model: nn.Module, batches: Iterable[Batch]) -> list[StateRecord]:
     """Return the records of token states that an audit would have for these batches, without ranks."""
     statistics = ModelStatistics()
 
-    def note(state: StateSite) -> None:
+    def note(state: CapturedState) -> None:
         statistics.add_states(measure_states(state, None, ranks=False))
 
     with probe_mode(model), torch.no_grad(), capture(model, on_mixer=lambda _: None, on_state=note):

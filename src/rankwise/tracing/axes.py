@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from rankwise._internals.torch_private import base_of
 from rankwise.operators import MixingOperator
 from rankwise.tracing.module_calls import ModuleCall, first_tokens
-from rankwise.tracing.trace import MixerSite
+from rankwise.tracing.trace import CapturedMixer
 
 HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "nhead", "num_head")
 """Attribute names under which attention modules store their number of heads."""
@@ -148,7 +148,7 @@ def learned_tokens(parts: Sequence[Tensor], tokens: Tensor) -> int:
 
 
 def find_batch_first(
-    tokens: Tensor, module: nn.Module, mixers: Sequence[MixerSite]
+    tokens: Tensor, module: nn.Module, mixers: Sequence[CapturedMixer]
 ) -> Callable[[Tensor], Tensor] | None:
     """Find the order of axes of a block's states; return a function that converts them to (B, T, D).
 

@@ -18,7 +18,7 @@ from rankwise.tracing.module_calls import (
     snapshot,
     tensors_of,
 )
-from rankwise.tracing.trace import MixerSite
+from rankwise.tracing.trace import CapturedMixer
 
 
 class BlockFinder:
@@ -55,7 +55,7 @@ class BlockFinder:
         self._gave: dict[str, Tensor] = {}
         """For each stack, the output of the last module that contains blocks, such as a vision stage."""
 
-    def add(self, mixer: MixerSite) -> None:
+    def add(self, mixer: CapturedMixer) -> None:
         """Keep a mixer until the block around it is known; report the mixer at once if there is no block."""
         self._hand_up([mixer], stack_of(mixer.name), BY_HAND)
 
@@ -192,7 +192,7 @@ class BlockFinder:
             around.mixers = [mixer for mixer in around.mixers if id(mixer) not in mine]
         self._stacks.add(block)
 
-    def _hand_up(self, mixers: list[MixerSite], stack: str, owner: int) -> None:
+    def _hand_up(self, mixers: list[CapturedMixer], stack: str, owner: int) -> None:
         """Pass mixers to the enclosing possible block; report them without a block if there is none."""
         around = self._running
         if around:

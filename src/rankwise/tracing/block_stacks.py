@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from rankwise.tracing.module_calls import same, snapshot
-from rankwise.tracing.trace import MixerSite, StateSite
+from rankwise.tracing.trace import CapturedMixer, CapturedState
 
 BY_HAND = -1
 """Owner of blocks that no module of the model runs, because the user calls them one by one."""
@@ -45,7 +45,7 @@ class Block:
     to_batch_first: Callable[[Tensor], Tensor] | None = None
     """Function that converts states from the model's order of axes to (B, T, D)."""
     mask: Tensor | None = None
-    mixers: list[MixerSite] = field(default_factory=list)
+    mixers: list[CapturedMixer] = field(default_factory=list)
     """Mixers in the call that are not in a block inside it."""
     open: list["Block"] = field(default_factory=list)
     """Calls inside this call that may turn out to be the blocks, in place of this call."""
@@ -141,7 +141,9 @@ class BlockStacks:
     other tokens, a new forward pass begins at layer 0.
     """
 
-    def __init__(self, report: Callable[[MixerSite | StateSite], None], note: Callable[[str], None]) -> None:
+    def __init__(
+        self, report: Callable[[CapturedMixer | CapturedState], None], note: Callable[[str], None]
+    ) -> None:
         self.forward_pass = -1
         """Index of the current forward pass, from 0; −1 before the first."""
         self._report, self._note = report, note
@@ -181,7 +183,7 @@ class BlockStacks:
             block.input_copy = block.output
         block.input = block.output = block.input_copy  # a block that waits keeps one copy
 
-    def add_bare(self, mixers: list[MixerSite], stack: str, owner: int) -> None:
+    def add_bare(self, mixers: list[CapturedMixer], stack: str, owner: int) -> None:
         """Report mixers that are in no block as one layer of a stack; this layer has no token states."""
         blocks = self._open.setdefault(stack, BlockStack(stack, owner, self.forward_pass))
         blocks.layers += len(blocks.waiting)
@@ -210,7 +212,7 @@ class BlockStacks:
         self._seen.clear()
         self._calls.clear()
 
-    def _place(self, mixer: MixerSite, blocks: BlockStack) -> None:
+    def _place(self, mixer: CapturedMixer, blocks: BlockStack) -> None:
         """Report a mixer as part of the current layer of a stack."""
         key = run, stack, layer, _ = blocks.forward_pass, blocks.stack, blocks.layers, mixer.name
         self._report(replace(mixer, forward_pass=run, stack=stack, layer=layer, call=self._calls[key]))
@@ -252,4 +254,4 @@ class BlockStacks:
 
     def _state(self, blocks: BlockStack, writer: Block, tokens: Tensor, block: Block) -> None:
         place = blocks.stack, blocks.forward_pass
-        self._report(StateSite(writer.name, blocks.layers, tokens, block.mask, *place))
+        self._report(CapturedState(writer.name, blocks.layers, tokens, block.mask, *place))

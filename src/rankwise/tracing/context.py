@@ -4,14 +4,14 @@ A module call goes through five steps. Each step sets the fields of `ModuleCall`
 
 1. The call begins. `ModuleCalls` sets name, module, args, kwargs, serial, and the parent's ``called_inside``.
 2. `capture._entered` starts a new forward pass if the call is the outermost. In PyTorch's own layers it turns
-   the function mode off (``exit_stack``). `AdapterReader.entered` sets ``adapter``. `BlockFinder.entered`
+   the function mode off (``exit_stack``). `RunningReaders.entered` sets ``reader``. `BlockFinder.entered`
    sets ``block`` if the module may be a block.
 3. The module runs. `AttentionMode` reports attention functions. `capture._add` makes a site (operator with
    address) of each and sets ``mixed_inside``; `BlockFinder.add` hands the site to the innermost ``block``.
    Functions that mix tokens without attention extend ``other_mixing``.
 4. The call ends. `ModuleCalls` sets kwargs, output and raised, and closes ``exit_stack``.
-5. `capture._left` runs `Substitution.left`. `capture._read` makes a site if ``sites=``, an adapter or
-   PyTorch's own layer determines the operator. If an adapter of an outer call reads this call, `_read`
+5. `capture._left` runs `Substitution.left`. `capture._read` makes a site if ``sites=``, a reader or
+   PyTorch's own layer determines the operator. If a reader of an outer call reads this call, `_read`
    records it in the outer call's ``inner``. `BlockFinder.left` decides if the call is a block, and
    `BlockStacks` reports the sites and states of the block.
 """
@@ -30,8 +30,6 @@ from rankwise._internals.torch_private import original_of, without_torch_functio
 from rankwise.errors import CaptureError, ShapeError
 from rankwise.operators import MixingOperator
 from rankwise.tracing import mixing_calls, model_checks, torch_layers
-from rankwise.tracing.adapters import adapter_of
-from rankwise.tracing.adapters.base import NO_TOKENS, AdapterReader
 from rankwise.tracing.axes import learned_tokens
 from rankwise.tracing.block_finder import BlockFinder
 from rankwise.tracing.block_stacks import BlockStacks
@@ -40,14 +38,16 @@ from rankwise.tracing.function_mode import AttentionMode
 from rankwise.tracing.interventions import HeadOutputs, Intervention, Substitution
 from rankwise.tracing.mixing_calls import MixingCall, Unfinished
 from rankwise.tracing.module_calls import ModuleCall, ModuleCalls, tensors_of
+from rankwise.tracing.readers import reader_of
+from rankwise.tracing.readers.base import NO_TOKENS, RunningReaders
 from rankwise.tracing.torch_layers import is_torch_layer
-from rankwise.tracing.trace import CallCounter, CallId, MixerSite, StateSite, Trace
+from rankwise.tracing.trace import CallCounter, CallId, CapturedMixer, CapturedState, Trace
 from rankwise.tracing.uncaptured import Sightings, looks_like_mixer
 
-SiteAdapter = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], MixingOperator]
+OperatorFunction = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], MixingOperator]
 """Function (module, args, kwargs, output) that returns the operator of the finished call."""
-Added = tuple[MixingCall, MixerSite]
-"""A captured attention call and the `MixerSite` (operator with address) made from it."""
+Added = tuple[MixingCall, CapturedMixer]
+"""A captured attention call and the `CapturedMixer` (operator with address) made from it."""
 
 
 class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as trace`)
@@ -58,9 +58,9 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
 
     Args:
         model: any `torch.nn.Module`.
-        on_mixer: function that receives each `MixerSite` as soon as its block has run; ``trace.mixers`` then
-            stays empty.
-        on_state: function that receives each `StateSite`; ``trace.states`` then stays empty.
+        on_mixer: function that receives each `CapturedMixer` as soon as its block has run; ``trace.mixers``
+            then stays empty.
+        on_state: function that receives each `CapturedState`; ``trace.states`` then stays empty.
         sites: functions by module name, for mixers that are not found: each returns the operator of a call,
             of shape (B, H, T, S), from (module, args, kwargs, output).
         blocks: pattern of the names of the residual blocks (``"decoder.layers.*"``), if they are not found.
@@ -88,9 +88,9 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         self,
         model: nn.Module,
         *,
-        on_mixer: Callable[[MixerSite], None] | None = None,
-        on_state: Callable[[StateSite], None] | None = None,
-        sites: Mapping[str, SiteAdapter] | None = None,
+        on_mixer: Callable[[CapturedMixer], None] | None = None,
+        on_state: Callable[[CapturedState], None] | None = None,
+        sites: Mapping[str, OperatorFunction] | None = None,
         blocks: str | None = None,
         values: bool = False,
         intervention: Intervention | None = None,
@@ -130,10 +130,10 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         self._call_counter = CallCounter()
         self._substitution = Substitution(self._intervention, self._calls, self._call_counter)
         modules = dict(self._model.named_modules())
-        adapters = {name: found for name, module in modules.items() if (found := adapter_of(module))}
-        self._reader = AdapterReader(adapters, self._calls, self._sightings, self._values)
+        readers = {name: found for name, module in modules.items() if (found := reader_of(module))}
+        self._readers = RunningReaders(readers, self._calls, self._sightings, self._values)
         self._mixer_like = {name for name, module in modules.items() if looks_like_mixer(module)} - {""}
-        self._mixer_like |= set(adapters)
+        self._mixer_like |= set(readers)
         self._stacks = BlockStacks(self._emit, self._note)
         self._blocks = BlockFinder(
             self._model, self._calls, self._stacks, self._mixer_like, self._block_pattern
@@ -154,7 +154,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         self._mode.weights = SoftmaxFollower()
         if kind is None:
             self._blocks.finish()
-            if self._emitted == {MixerSite}:
+            if self._emitted == {CapturedMixer}:
                 self._note(model_checks.NO_STATES)
         seen = self._sightings
         for (name, reason), exact in seen.left_out.items():
@@ -164,7 +164,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         self._trace.uncaptured = list(seen.uncaptured(self._model, candidates, self._calls.called))
         if self._calls.in_other_thread:
             self._note(model_checks.OTHER_THREAD)
-        if kind is None and MixerSite not in self._emitted:
+        if kind is None and CapturedMixer not in self._emitted:
             raise model_checks.nothing_found(self._model, self._trace, self._calls, bool(seen.captured))
 
     # --- callbacks of the hooks and of the function mode --------------------------------------------------
@@ -181,7 +181,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         fast = is_torch_layer(call.module, torch_layers.FAST_PATH)
         call.exit_stack.enter_context(self._mode.switched(on=self._substitution.on or not fast))
         if not self._named_by_hand():
-            self._reader.entered(call)
+            self._readers.entered(call)
             self._substitution.entered(call)
         self._blocks.entered(call)
 
@@ -202,9 +202,9 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
             with self._outside_model(None):
                 made = self._sites[call.name](call.module, call.args, call.kwargs, call.output)
             self._add(model_checks.checked_operator(made, call.name))
-        elif self._reader.inside:
+        elif self._readers.inside:
             with self._outside_model(None):
-                mixing = self._reader.left(call)
+                mixing = self._readers.left(call)
             if mixing is not None:
                 self._add(mixing, call_id=call.call_id)
         elif is_torch_layer(call.module) and not call.mixed_inside and not self._named_by_hand():
@@ -301,8 +301,8 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         return any(call.name in self._sites for call in self._calls.running)
 
     def _ignores(self) -> bool:
-        """Return True outside of the model, and in calls that an adapter or a ``sites=`` function reads."""
-        return not self._calls.running or self._named_by_hand() or self._reader.inside
+        """Return True outside of the model, and in calls that a reader or a ``sites=`` function reads."""
+        return not self._calls.running or self._named_by_hand() or self._readers.inside
 
     def _note(self, note: str) -> None:
         if note not in self._trace.notes:
@@ -373,13 +373,13 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         self._blocks.add(site)
         return mixing, site
 
-    def _site(self, mixing: MixingCall, number: CallId, calls: Sequence[ModuleCall]) -> MixerSite:
-        return mixing_calls.mixer_site(mixing, calls, self._stacks.forward_pass, self._values, number)
+    def _site(self, mixing: MixingCall, number: CallId, calls: Sequence[ModuleCall]) -> CapturedMixer:
+        return mixing_calls.captured_mixer(mixing, calls, self._stacks.forward_pass, self._values, number)
 
-    def _emit(self, site: MixerSite | StateSite) -> None:
+    def _emit(self, site: CapturedMixer | CapturedState) -> None:
         self._emitted.add(type(site))
-        tensor = site.operator if isinstance(site, MixerSite) else site.tokens
-        listener: Any = self._on_mixer if isinstance(site, MixerSite) else self._on_state
+        tensor = site.operator if isinstance(site, CapturedMixer) else site.tokens
+        listener: Any = self._on_mixer if isinstance(site, CapturedMixer) else self._on_state
         with self._outside_model(tensor.device):
             listener(site)
 

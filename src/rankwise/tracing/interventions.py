@@ -21,7 +21,7 @@ class HeadOutputs:
     """
 
     call_id: CallId
-    """Address of the mixer call, equal to ``call_id`` of its `MixerSite`."""
+    """Address of the mixer call, equal to ``call_id`` of its `CapturedMixer`."""
     values: Float[Tensor, "B H T V"]
     valid_tokens: Bool[Tensor, "B T"]
     """True for real tokens, False for padding."""
@@ -76,8 +76,8 @@ class Substitution:
         if call.name in self._intervention.blocks:
             call.input_copy = None if call.stream is None else call.stream.clone()
         # Heads are replaced in the input of the mixer's output projection, which holds all heads.
-        mixer = next((other for other in reversed(self._calls.running[:-1]) if other.adapter), None)
-        at = None if mixer is None else mixer.adapter.joined_heads(mixer.module)
+        mixer = next((other for other in reversed(self._calls.running[:-1]) if other.reader), None)
+        at = None if mixer is None else mixer.reader.joined_heads(mixer.module)
         if mixer is not None and at is not None and call.name == f"{mixer.name}.{at[0]}".lstrip("."):
             given = call.tokens
             changed = None if given is None else self._changed_heads(mixer, given, at[1])
@@ -88,7 +88,7 @@ class Substitution:
         """When a call ends, replace the output of a block, or of a mixer that returns concatenated heads."""
         if not self.on:
             return
-        at = None if call.adapter is None else call.adapter.joined_heads(call.module)
+        at = None if call.reader is None else call.reader.joined_heads(call.module)
         joined = first_tokens(call.output)
         if at is not None and not at[0] and joined is not None:
             call.output = in_place_of(call.output, joined, self._changed_heads(call, joined, at[1]))

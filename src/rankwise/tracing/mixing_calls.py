@@ -1,4 +1,4 @@
-"""Convert attention calls to operators (mixing matrices) of shape (B, H, T, S), and to `MixerSite`s."""
+"""Convert attention calls to operators (mixing matrices) of shape (B, H, T, S), and to `CapturedMixer`s."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +35,7 @@ from rankwise.tracing.axes import (
 from rankwise.tracing.explicit_softmax import SoftmaxProduct
 from rankwise.tracing.module_calls import ABSENT, ModuleCall, parameter_names, same, snapshot
 from rankwise.tracing.score_masks import Entries
-from rankwise.tracing.trace import CallId, MixerSite
+from rankwise.tracing.trace import CallId, CapturedMixer
 
 ROUTER = "a softmax weighs several values within each token, as a router does"
 STREAMS = "a softmax mixes several vectors within each token, as hyper-connections do"
@@ -317,10 +317,10 @@ def _same_axes(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tenso
     return tuple(tensor.expand(*batch, *tensor.shape[-kept:]) for tensor in tensors)  # type: ignore[return-value]
 
 
-def mixer_site(
+def captured_mixer(
     mixing: MixingCall, calls: Sequence[ModuleCall], forward_pass: int, values: bool, call_id: CallId
-) -> MixerSite:
-    """Return the `MixerSite` of a call, without stack and layer; ``values``: keep copies of V and M V."""
+) -> CapturedMixer:
+    """Return the `CapturedMixer` of a call, without stack and layer; ``values``: keep copies of V and M V."""
     operator = mixing.operator
     with without_torch_function(), torch.no_grad():
         cross = is_cross(calls, operator) if mixing.cross is None else mixing.cross
@@ -329,7 +329,7 @@ def mixer_site(
         else:
             added = operator.shape[-1] - operator.shape[-2]
             tokens, sources = mixing.lengths, F.pad(mixing.lengths, (0, added), value=True)
-        return MixerSite(
+        return CapturedMixer(
             name=calls[-1].name,
             layer=-1,
             kind=mixing.kind or operator.kind,
@@ -349,7 +349,7 @@ def mixer_site(
 
 def axis_notes(mixing: MixingCall, calls: Sequence[ModuleCall]) -> Iterator[str]:
     """Yield notes on the rows and the columns of an operator, if they are not tokens, or may be others."""
-    operator, values = mixing.operator, None if mixing.whole else mixing.values  # adapters know tokens
+    operator, values = mixing.operator, None if mixing.whole else mixing.values  # readers know tokens
     batch, heads, rows, columns = operator.shape
     name = re.sub(r"\b\d+\b", "*", calls[-1].name) or type(calls[-1].module).__name__
     widths = {call.tokens.size(-1) for call in calls if call.tokens is not None}

@@ -52,14 +52,14 @@ class ModuleCall:
     """True if a mixer was captured during the call."""
     other_mixing: dict[str, str] = field(default_factory=dict)
     """By module name, descriptions of functions that mixed the call's tokens without attention."""
-    adapter: Any = None
-    """`Adapter` that reads the operator of this call when the call ends; None without an adapter."""
+    reader: Any = None
+    """`OperatorReader` that reads the operator of this call when the call ends; None without a reader."""
     input_copy: Tensor | None = None
     """Copy of the block's input, if an intervention may replace the block's output."""
     call_id: CallId | None = None
     """Address of this mixer call, set before the call ends if an intervention receives its heads."""
     inner: dict[str, "RecordedCall"] = field(default_factory=dict)
-    """Calls of submodules that the adapter of this call reads, by name relative to the mixer."""
+    """Calls of submodules that the reader of this call reads, by name relative to the mixer."""
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -34,7 +34,7 @@ UNNUMBERED = CallId("", 0)
 
 
 @dataclass(frozen=True)
-class MixerSite:
+class CapturedMixer:
     """One call of a mixer (a module that mixes tokens): its operator (mixing matrix) and padding masks."""
 
     name: str
@@ -78,11 +78,11 @@ class MixerSite:
 
     def __repr__(self) -> str:
         kind, shape = strip_control(self.kind), tuple(self.operator.shape)
-        return f"MixerSite({self.name!r}, layer {self.layer}, {kind}, operator {shape})"
+        return f"CapturedMixer({self.name!r}, layer {self.layer}, {kind}, operator {shape})"
 
 
 @dataclass(frozen=True)
-class StateSite:
+class CapturedState:
     """Token states: the residual stream (B, T, D) after ``layer`` blocks of a stack."""
 
     name: str
@@ -96,15 +96,15 @@ class StateSite:
     forward_pass: int = 0
 
     def __repr__(self) -> str:
-        return f"StateSite({self.name!r}, layer {self.layer}, tokens {tuple(self.tokens.shape)})"
+        return f"CapturedState({self.name!r}, layer {self.layer}, tokens {tuple(self.tokens.shape)})"
 
 
 @dataclass
 class Trace:
     """Mixers and token states of all forward passes in a `capture`, in the order in which they ran."""
 
-    mixers: list[MixerSite] = field(default_factory=list)
-    states: list[StateSite] = field(default_factory=list)
+    mixers: list[CapturedMixer] = field(default_factory=list)
+    states: list[CapturedState] = field(default_factory=list)
     uncaptured: list[UncapturedModule] = field(default_factory=list)
     """Modules that look like mixers but were not captured; filled when the capture ends."""
     notes: list[str] = field(default_factory=list)

@@ -23,15 +23,15 @@ MIXER_NAME = re.compile(
 )
 WITHOUT_OPERATOR = {
     "DeltaNet|DeltaAttention|GatedDelta|KimiDelta": (
-        "no adapter reads this delta rule, whose operator is a `GatedDeltaMixing`"
+        "no reader knows this delta rule, whose operator is a `GatedDeltaMixing`"
     ),
-    "RWKV|Rwkv": "no adapter reads this RWKV layer, whose weights decay with the distance",
+    "RWKV|Rwkv": "no reader knows this RWKV layer, whose weights decay with the distance",
     "MobileViTV2LinearSelfAttention|EfficientAdditiveAttention": (
         "additive attention: one weighted sum over all tokens, which multiplies each token's own vector"
     ),
     "VisionShortConv": (
         "a gated convolution in two dimensions over the patches of a frame: a matrix for each channel, which "
-        "no adapter reads"
+        "no reader knows"
     ),
     "PatchTSMixer": "an MLP across the patches, a nonlinear function of all of them: no matrix mixes them",
     "mLSTM": (
@@ -44,26 +44,26 @@ WITHOUT_OPERATOR = {
 NO_OPERATOR = {
     "DeformableAttention$": (
         "deformable attention: each query reads interpolated values at a few places, which are computed from "
-        "the query alone; no adapter forms the matrix of these interpolations"
+        "the query alone; no reader forms the matrix of these interpolations"
     ),
     "^MraSelfAttention$": (
         "multi-resolution attention: scores are exact in a few blocks, and constant within each other block; "
-        "no adapter forms this matrix"
+        "no reader forms this matrix"
     ),
     "^LSHSelfAttention$": (
         "hashed attention: tokens are sorted by random hashes, attend within chunks, and rounds of hashes "
-        "are averaged; no adapter forms the matrix of all rounds"
+        "are averaged; no reader forms the matrix of all rounds"
     ),
     "^YosoSelfAttention$": (
         "its weights are probabilities that hashes of queries and keys collide, and its output rows are "
-        "scaled to norm 1; no adapter forms its matrix"
+        "scaled to norm 1; no reader forms its matrix"
     ),
     "^[xm]LSTMBackend$": (
         "the memory of an mLSTM: products of queries and keys that decay, with each row divided by its sum "
-        "if the sum is large enough; no adapter forms its matrix"
+        "if the sum is large enough; no reader forms its matrix"
     ),
     "^GroupViTAssignAttention$": (
-        "each token is assigned to one group, and a group is the mean of its tokens; no adapter forms the "
+        "each token is assigned to one group, and a group is the mean of its tokens; no reader forms the "
         "matrix of this assignment"
     ),
 }
@@ -110,14 +110,14 @@ class Sightings:
     captured: set[str] = field(default_factory=set)
     """Names of modules in which a mixer was captured."""
     left_out: dict[tuple[str, str], bool] = field(default_factory=dict)
-    """Pairs (module, reason) of mixers that were not captured; True if an adapter could not read the call."""
+    """Pairs (module, reason) of mixers that were not captured; True if a reader could not read the call."""
     other_mixing: dict[str, str] = field(default_factory=dict)
     """By module name, how the module mixed tokens without attention, such as by a convolution."""
     hints: dict[str, str] = field(default_factory=dict)
     """By module name, what the module may mix tokens by, if it looks like a mixer."""
 
     def leave_out(self, name: str, reason: str, exact: bool = False) -> None:
-        """Register the reason why a mixer was not captured; ``exact``: its adapter could not read it."""
+        """Register the reason why a mixer was not captured; ``exact``: its reader could not read it."""
         self.left_out.setdefault((name, reason), exact)
 
     def note_function(
@@ -158,7 +158,7 @@ class Sightings:
         """Yield the outermost modules that look like mixers, except inside or around captured mixers."""
         known: dict[str, str] = {}
         for (name, reason), _ in sorted(self.left_out.items(), key=itemgetter(1)):
-            known.setdefault(name, reason)  # reasons of adapters come after others
+            known.setdefault(name, reason)  # reasons of readers come after others
         candidates = candidates | set(known) | set(self.other_mixing)
         seen = {name for name in candidates if any(_related(name, site) for site in self.captured)}
         outermost: list[str] = []
@@ -201,7 +201,7 @@ def _reason(
     if does:
         return (
             f"{' and '.join(dict.fromkeys(does))} was seen in it, which capture does not turn into an "
-            "operator; name it in `sites=` with a function of your own to capture it, or write an adapter "
+            "operator; name it in `sites=` with a function of your own to capture it, or write a reader "
             "(CONTRIBUTING.md)"
         )
     return (
@@ -212,7 +212,7 @@ def _reason(
     )
 
 
-Reader = Callable[..., set[int]]
+MixedLengths = Callable[..., set[int]]
 """Function (output, *arguments of a torch call) that returns the lengths of the axes that the call mixes."""
 
 
@@ -228,8 +228,8 @@ def _shift(out: Tensor, input: Tensor, pad: Sequence[int], *rest: Any, **named: 
     return {input.shape[-1 - axis] for axis, (left, right) in enumerate(pairs) if left == -right != 0}
 
 
-def _along(name: str, position: int, default: Any) -> Reader:
-    """Return a `Reader` for a torch function whose argument ``name`` lists the mixed axes."""
+def _along(name: str, position: int, default: Any) -> MixedLengths:
+    """Return a `MixedLengths` for a torch function whose argument ``name`` lists the mixed axes."""
 
     def read(out: Tensor, input: Tensor, *args: Any, **named: Any) -> set[int]:
         dims = named.get(name, args[position] if position < len(args) else default)
@@ -274,7 +274,7 @@ CONVOLUTIONS = {torch.conv1d, F.conv1d, torch.conv2d, F.conv2d, torch.conv3d, F.
 RUNNING = {torch.cumsum, Tensor.cumsum, torch.cumprod, Tensor.cumprod, torch.logcumsumexp}
 FOURIER = "a Fourier transform of its tokens"
 FOURIER_PLANES = {torch.fft.fft2, torch.fft.rfft2, torch.fft.fftn, torch.fft.rfftn}
-FUNCTIONS: list[tuple[set[Any], str, Reader]] = [
+FUNCTIONS: list[tuple[set[Any], str, MixedLengths]] = [
     (CONVOLUTIONS, "a convolution over its tokens", _convolution),
     ({F.avg_pool1d, F.max_pool1d}, "a pooling of its tokens", lambda out, x, *_, **__: {x.shape[-1]}),
     (RUNNING, "a running sum or product along its tokens", _along("dim", 0, -1)),
@@ -289,7 +289,7 @@ FUNCTIONS: list[tuple[set[Any], str, Reader]] = [
     ({torch.einsum}, STATE_SUM, _outer_product),
 ]
 """Functions that may mix tokens, what they do, and which axes they mix."""
-BY_FUNCTION: dict[Any, list[tuple[str, Reader]]] = {
+BY_FUNCTION: dict[Any, list[tuple[str, MixedLengths]]] = {
     func: [(what, read) for functions, what, read in FUNCTIONS if func in functions]
     for func in set().union(*(functions for functions, *_ in FUNCTIONS))
 }

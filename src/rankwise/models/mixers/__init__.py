@@ -44,7 +44,6 @@ def build_mixer(config: "ToSTConfig", layer: int) -> Mixer:
         "causal": config.causal,
         "bias": config.use_bias,
         "dropout": config.dropout,
-        "membership": config.membership,
         "half_life": config.half_life,
         "max_positions": config.max_position_embeddings if config.position_bias else 0,
     }

@@ -30,7 +30,6 @@ from rankwise.models.mixers.recurrent import (
 from rankwise.operators import DiagonalMixing, MixingOperator, SemiseparableMixing, SumMixing
 from rankwise.operators.base import compute_dtype
 from rankwise.ops import TSSAOutput, TSSAState, half_lives, tssa
-from rankwise.ops.arguments import MEMBERSHIPS
 from rankwise.ops.dispatch import IMPLEMENTATIONS
 
 HalfLife = int | float | Sequence[int | float | None] | Float64[Tensor, " H"]
@@ -57,7 +56,6 @@ class TokenStatisticsAttention(Mixer):
         head_dim: K, the head width; D / H by default.
         causal: True if each token reads only itself and earlier tokens; this changes the formula of TSSA.
         max_positions: number of positions with a learned bias, if causal; 0 for no bias.
-        membership: ``softmax`` over the heads, or ``uniform`` (1 / H, without temperature).
         half_life: number of tokens after which a token counts half in the sums, per head, if causal. A head
             with None or `math.inf` does not decay. None instead of a list means no decay.
         conv_tokens: number of tokens that a convolution of w, c and b reads, if causal; 0 for no
@@ -85,7 +83,6 @@ class TokenStatisticsAttention(Mixer):
         causal: bool = False,
         bias: bool = True,
         max_positions: int = 0,
-        membership: str = "softmax",
         half_life: HalfLife | None = None,
         conv_tokens: int = 0,
         features: int = 0,
@@ -93,9 +90,8 @@ class TokenStatisticsAttention(Mixer):
         impl: str = "auto",
     ) -> None:
         super().__init__()
-        one_of("TokenStatisticsAttention `membership`", membership, MEMBERSHIPS)
         one_of("TokenStatisticsAttention `impl`", impl, ("auto", *IMPLEMENTATIONS))
-        self.num_heads, self.causal, self.membership, self.impl = num_heads, causal, membership, impl
+        self.num_heads, self.causal, self.impl = num_heads, causal, impl
         self.head_dim = head_dim_of("TokenStatisticsAttention", hidden_size, num_heads, head_dim)
         # A tuple, because `model.half()` would round the half-lives in a buffer.
         self.half_life = (
@@ -110,17 +106,9 @@ class TokenStatisticsAttention(Mixer):
                     got=f"{value}, causal={causal}",
                     fix=f"Leave {option} out.",
                 )
-        if max_positions and membership != "softmax":
-            raise InputError(
-                "TokenStatisticsAttention `max_positions`",
-                expected="0 with uniform memberships",
-                got=f"{max_positions}",
-                fix="Leave max_positions out.",
-            )
         self.in_proj = nn.Linear(hidden_size, num_heads * self.head_dim, bias=bias)
         self._add_output(num_heads * self.head_dim, hidden_size, bias, dropout)
-        # Uniform memberships do not depend on a temperature, so there is none.
-        self.temperature = nn.Parameter(torch.empty(num_heads)) if membership == "softmax" else None
+        self.temperature = nn.Parameter(torch.empty(num_heads))
         self.position_bias = nn.Parameter(torch.empty(num_heads, max_positions)) if max_positions else None
         self.features_proj = (
             nn.Linear(hidden_size, 2 * num_heads * features, bias=False) if features else None
@@ -132,8 +120,7 @@ class TokenStatisticsAttention(Mixer):
 
     def reset_parameters(self) -> None:
         """Set temperatures to 1 and position biases to 0, as in the released code."""
-        if self.temperature is not None:
-            nn.init.ones_(self.temperature)
+        nn.init.ones_(self.temperature)
         if self.position_bias is not None:
             nn.init.zeros_(self.position_bias)
 
@@ -195,11 +182,9 @@ class TokenStatisticsAttention(Mixer):
         decay = None
         if self.half_life is not None:
             decay = torch.tensor(self.half_life, dtype=torch.float64, device=float64_device(w.device))
-        temperature = w.new_ones(self.num_heads) if self.temperature is None else self.temperature
         statistics = tssa(
-            w, temperature, causal=self.causal, bias=self.position_bias, mask=mask, state=sums,
-            impl=self.impl, membership=self.membership, half_life=decay,
-        )  # fmt: skip
+            w, self.temperature, self.causal, self.position_bias, mask, sums, self.impl, half_life=decay
+        )
         return _Call(statistics, features, rest[0] if rest else None, inputs)
 
 

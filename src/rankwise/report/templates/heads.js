@@ -473,10 +473,10 @@ function followHeads(heads, measure) {
   }));
 }
 
-function followStates({ stack, layer }) {
-  const line = { type: "line", x0: layer, x1: layer, y0: 0, y1: 1, yref: "paper", line: { width: 3 } };
+function followStates({ stack, blocks }) {
+  const line = { type: "line", x0: blocks, x1: blocks, y0: 0, y1: 1, yref: "paper", line: { width: 3 } };
   for (const plot of findAll("#states [data-figure]")) marksOn.set(plot, [line]);
-  find("#states-status").textContent = `Marked: ${stack}, ${layer === 0 ? "input" : `after block ${layer}`}.`;
+  find("#states-status").textContent = `Marked: ${stack}, ${blocks === 0 ? "input" : `after ${blocks} ${blocks === 1 ? "block" : "blocks"}`}.`;
   return drawFigures();
 }
 

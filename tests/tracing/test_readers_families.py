@@ -10,10 +10,10 @@ from experiments.zoo.state_space import SIZES, STATE_SPACE, widen
 from experiments.zoo.transformers import BERT
 
 import rankwise as rw
-from rankwise.tracing.adapters import adapter_of
-from rankwise.tracing.adapters.base import CONTINUED
-from rankwise.tracing.adapters.recurrent import weighted_means
 from rankwise.tracing.module_calls import ModuleCall
+from rankwise.tracing.readers import reader_of
+from rankwise.tracing.readers.base import CONTINUED
+from rankwise.tracing.readers.recurrent import weighted_means
 
 GLM = {
     "num_attention_heads": 4,
@@ -129,12 +129,12 @@ def test_the_operator_is_the_rule_the_layer_runs(name, monkeypatch):
 
 
 def test_packed_rows_are_not_captured():
-    """transformers refuses packed rows without a kernel, so the adapter is called directly."""
+    """transformers refuses packed rows without a kernel, so the reader is called directly."""
     layer, x = delta_model("Qwen3Next").layers[0].linear_attn, torch.randn(1, 12, 32)
     ends = torch.tensor([0, 5, 12])
-    reason = adapter_of(layer).why_not(ModuleCall("layer", layer, (x,), {"cu_seq_lens_q": ends}))
+    reason = reader_of(layer).why_not(ModuleCall("layer", layer, (x,), {"cu_seq_lens_q": ends}))
     assert "a row holds several sequences" in reason
-    assert adapter_of(layer).why_not(ModuleCall("layer", layer, (x,), {})) is None
+    assert reader_of(layer).why_not(ModuleCall("layer", layer, (x,), {})) is None
 
 
 def rwkv_by_hand(key, log_decay, bonus):

@@ -1,4 +1,4 @@
-"""Adapters for attention within windows and blocks: Longformer, the encoder of LED, BigBird."""
+"""Readers for attention within windows and blocks: Longformer, the encoder of LED, BigBird."""
 
 import math
 from typing import Any
@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from rankwise.operators import SoftmaxMixing
-from rankwise.tracing.adapters.base import Adapter, InnerCalls, NotExactError, output_of, split_heads
 from rankwise.tracing.mixing_calls import MixingCall
 from rankwise.tracing.module_calls import ModuleCall
+from rankwise.tracing.readers.base import InnerCalls, NotExactError, OperatorReader, output_of, split_heads
 
 DRAWN = "in training it draws its random blocks inside itself; call model.eval()"
 
 
-class LongformerAdapter(Adapter):
+class LongformerReader(OperatorReader):
     """Reads Longformer: one softmax over a window and the global tokens; a mask hides all other columns.
 
     Global tokens have separate queries and keys. Here local and global queries are concatenated along
@@ -60,7 +60,7 @@ def _local(layer: Any, hidden: Tensor) -> Tensor:
     return near & ~hidden[:, None, None] & ~hidden[:, None, :, None]
 
 
-class BigBirdAdapter(Adapter):
+class BigBirdReader(OperatorReader):
     """Reads BigBird: one softmax over three blocks around a row, the first and last block; others are hidden.
 
     In evaluation, transformers replaces every random block by the first block. The softmax then counts the

@@ -1,4 +1,4 @@
-"""Adapters for RG-LRU, lightning attention, RWKV-4 and gated delta rules in transformers."""
+"""Readers for RG-LRU, lightning attention, RWKV-4 and gated delta rules in transformers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,18 +9,18 @@ from torch.nn import functional as F
 
 from rankwise._internals.linalg import as_float64
 from rankwise.operators import DiagonalMixing, GatedDeltaMixing, IndexedMixing, SemiseparableMixing, SumMixing
-from rankwise.tracing.adapters.base import (
+from rankwise.tracing.mixing_calls import MixingCall
+from rankwise.tracing.module_calls import ABSENT, ModuleCall
+from rankwise.tracing.readers.base import (
     CONTINUED,
-    Adapter,
     InnerCalls,
-    StateSpaceAdapter,
+    OperatorReader,
+    StateSpaceReader,
     check_on_device,
     named,
     output_of,
 )
-from rankwise.tracing.adapters.mamba import convolved, without_padding
-from rankwise.tracing.mixing_calls import MixingCall
-from rankwise.tracing.module_calls import ABSENT, ModuleCall
+from rankwise.tracing.readers.mamba import convolved, without_padding
 
 SHARPNESS = 8.0
 """Constant c in the log-decay −c·r·softplus(Λ) of RG-LRU: De et al., "Griffin", 2024, eq. 4."""
@@ -28,7 +28,7 @@ NORM_EPS = 1e-6
 """Number that transformers adds to squared norms of queries and keys in a gated delta rule."""
 
 
-class RGLRUAdapter(Adapter):
+class RGLRUReader(OperatorReader):
     """Reads RG-LRU: per channel one scan with a state of one number; gates set its decay and input weight.
 
     Values are the unit's input, after the short convolution; M V is the unit's output. The unit ignores
@@ -68,7 +68,7 @@ def _head_gate(heads: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return torch.sigmoid(torch.einsum("bthi,hio->btho", heads, weight.detach()) + bias.detach()).flatten(2)
 
 
-class LightningAdapter(Adapter):
+class LightningReader(OperatorReader):
     """Reads MiniMax's lightning attention: M[t, s] = q_t · k_s exp(−slope (t − s)) for s ≤ t, slope per head.
 
     Values are the heads after the projection, its activation and the padding mask. The layer applies the
@@ -105,7 +105,7 @@ class LightningAdapter(Adapter):
         return MixingCall(operator, value, apply_output=apply_output, whole=True)
 
 
-class RwkvAdapter(Adapter):
+class RwkvReader(OperatorReader):
     """Reads RWKV-4: per channel weights that decay with distance, and rows that sum to 1.
 
     ``M[t, s] = exp(k_s − (t − 1 − s) w) / z_t`` for s < t and ``exp(k_t + u) / z_t`` for s = t, with key k,
@@ -159,7 +159,7 @@ def weighted_means(key: Tensor, log_decay: Tensor, bonus: Tensor) -> SumMixing:
     return SumMixing(IndexedMixing(scan, last < len(last) - 1, last > 0), DiagonalMixing(own))
 
 
-class GatedDeltaAdapter(StateSpaceAdapter):
+class GatedDeltaReader(StateSpaceReader):
     """Reads gated delta rules: one operator per value head, from projections and the short convolution.
 
     Queries and keys are scaled to norm 1 and everything is float32, as in the layer. Values are the heads

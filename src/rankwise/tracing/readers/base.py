@@ -1,4 +1,4 @@
-"""Base class of adapters, the adapter for modules that describe their own mixing, and `AdapterReader`."""
+"""Base class of readers, the reader for modules that describe their own mixing, and `RunningReaders`."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ CONTINUED = (
 )
 
 InnerCalls = Mapping[str, RecordedCall]
-"""Recorded calls of the submodules in `Adapter.inner`, by name relative to the mixer."""
+"""Recorded calls of the submodules in `OperatorReader.inner`, by name relative to the mixer."""
 
 
 class NotExactError(RankwiseError):
@@ -38,15 +38,15 @@ class NotExactError(RankwiseError):
         self.reason = reason
 
 
-class Adapter(ABC):
+class OperatorReader(ABC):
     """Base class: read the operators (mixing matrices) of one family of layers exactly, or not at all.
 
-    An adapter reads weights of the mixer, and inputs and outputs of submodules. It changes nothing and runs
+    A reader reads weights of the mixer, and inputs and outputs of submodules. It changes nothing and runs
     no module again.
     """
 
     classes: ClassVar[frozenset[str]] = frozenset()
-    """Names of transformers classes that the adapter reads."""
+    """Names of transformers classes that the reader reads."""
     inner: ClassVar[tuple[str, ...]] = ()
     """Names of submodules whose calls are recorded until the mixer's call ends."""
     output_projection: ClassVar[str | None] = None
@@ -55,7 +55,7 @@ class Adapter(ABC):
     """Name of the mixer's attribute with the number of heads; "" if each channel is a head."""
 
     def reads(self, module: nn.Module) -> bool:
-        """Return True if the adapter reads modules of this class."""
+        """Return True if the reader reads modules of this class."""
         return named(module, self.classes)
 
     def why_not(self, call: ModuleCall) -> str | None:
@@ -107,8 +107,8 @@ def check_on_device(*weights: Tensor | None) -> None:
         raise NotExactError(OFFLOADED)
 
 
-class StateSpaceAdapter(Adapter):
-    """Base of adapters for transformers layers with a short convolution and a recurrent state."""
+class StateSpaceReader(OperatorReader):
+    """Base of readers for transformers layers with a short convolution and a recurrent state."""
 
     output_projection = "out_proj"
 
@@ -122,8 +122,8 @@ class StateSpaceAdapter(Adapter):
         return PACKED if packed else None
 
 
-class ProtocolAdapter(Adapter):
-    """Adapter for modules that describe their own mixing by methods, which are called after ``forward``.
+class ProtocolReader(OperatorReader):
+    """Reader of modules that describe their own mixing by methods, which are called after ``forward``.
 
     ``mixing_operator`` returns the operator (B, H, T, S) that ``forward`` applies to the same arguments. All
     other attributes are optional. ``mixing_values`` returns the values (B, H, S, V), ``mixing_projection``
@@ -170,8 +170,8 @@ def _own_method(call: ModuleCall, name: str, *args: Any, **kwargs: Any) -> Any:
         return method(*args, **kwargs) if callable(method) else None
 
 
-class NoOperatorAdapter(Adapter):
-    """Adapter that refuses layers without a readable operator, so that no part of them counts as a mixer."""
+class NoOperatorReader(OperatorReader):
+    """Reader that refuses layers without a readable operator, so that no part of them counts as a mixer."""
 
     def reads(self, module: nn.Module) -> bool:
         """Return True for a layer for which `why_no_operator` has a reason."""
@@ -182,42 +182,42 @@ class NoOperatorAdapter(Adapter):
         raise NotExactError(why_no_operator(call.module) or "it has no operator")
 
 
-class AdapterReader:
-    """Uses adapters, given by module name, to read the operators of calls in a running model."""
+class RunningReaders:
+    """Uses readers, given by module name, to read the operators of calls in a running model."""
 
     def __init__(
-        self, adapters: Mapping[str, Adapter], calls: ModuleCalls, sightings: Sightings, values: bool
+        self, readers: Mapping[str, OperatorReader], calls: ModuleCalls, sightings: Sightings, values: bool
     ) -> None:
-        self._adapters, self._calls, self._sightings, self._values = adapters, calls, sightings, values
+        self._readers, self._calls, self._sightings, self._values = readers, calls, sightings, values
 
     @property
     def inside(self) -> bool:
-        """True during a call that an adapter reads."""
-        return any(call.adapter is not None for call in self._calls.running)
+        """True during a call that a reader reads."""
+        return any(call.reader is not None for call in self._calls.running)
 
     def entered(self, call: ModuleCall) -> None:
-        """When a call begins, set its adapter, or register why its operator cannot be read exactly."""
-        adapter = self._adapters.get(call.name)
-        if adapter is None or self.inside:
+        """When a call begins, set its reader, or register why its operator cannot be read exactly."""
+        reader = self._readers.get(call.name)
+        if reader is None or self.inside:
             return
         try:
-            reason = adapter.why_not(call)
+            reason = reader.why_not(call)
         except Exception as error:
             reason = _unreadable(error)
         if reason is None:
-            call.adapter = adapter
+            call.reader = reader
         else:
             self._sightings.leave_out(call.name, reason, exact=True)
 
     def left(self, call: ModuleCall) -> MixingCall | None:
-        """When a call ends, return its operator, or record the call for the adapter of an outer call."""
-        if call.adapter is None:
+        """When a call ends, return its operator, or record the call for the reader of an outer call."""
+        if call.reader is None:
             self._keep(call)
             return None
         reason = NO_TOKENS
         try:
             if not any(0 in tensor.shape for tensor in call.tensors[:1]):
-                mixing: MixingCall = call.adapter.mixing(call, call.inner, self._values)
+                mixing: MixingCall = call.reader.mixing(call, call.inner, self._values)
                 return mixing
         except torch.OutOfMemoryError:
             raise
@@ -229,9 +229,9 @@ class AdapterReader:
         return None
 
     def _keep(self, call: ModuleCall) -> None:
-        mixer = next((other for other in reversed(self._calls.running[:-1]) if other.adapter), None)
+        mixer = next((other for other in reversed(self._calls.running[:-1]) if other.reader), None)
         name = "" if mixer is None else call.name.removeprefix(f"{mixer.name}.")
-        if mixer is None or name not in mixer.adapter.inner:
+        if mixer is None or name not in mixer.reader.inner:
             return
         if call.tokens is not None and isinstance(call.output, Tensor):
             args = map_tensors(call.args, Tensor.detach)

@@ -15,9 +15,9 @@ from torch import nn
 
 import rankwise as rw
 from rankwise.tracing import record_calls
-from rankwise.tracing.adapters import adapter_of
-from rankwise.tracing.adapters.base import NoOperatorAdapter
 from rankwise.tracing.module_calls import ModuleCall
+from rankwise.tracing.readers import reader_of
+from rankwise.tracing.readers.base import NoOperatorReader
 
 EPS32 = torch.finfo(torch.float32).eps
 every_family = pytest.mark.parametrize("name", list(STATE_SPACE))
@@ -217,13 +217,13 @@ def test_the_rg_lru_is_captured_wherever_its_state_is_empty():
 
 
 def test_packed_rows_are_not_captured():
-    """transformers refuses packed rows without a kernel, so the adapter is called directly."""
+    """transformers refuses packed rows without a kernel, so the reader is called directly."""
     mixer, x = tiny("Mamba-2").layers[0].mixer, torch.randn(2, 12, 32)
-    adapter, packed = adapter_of(mixer), torch.zeros(2, 12, dtype=torch.int32)
-    assert "a row holds several sequences" in adapter.why_not(
+    reader, packed = reader_of(mixer), torch.zeros(2, 12, dtype=torch.int32)
+    assert "a row holds several sequences" in reader.why_not(
         ModuleCall("mixer", mixer, (x,), {"seq_idx": packed})
     )
-    assert adapter.why_not(ModuleCall("mixer", mixer, (x,), {"seq_idx": None})) is None
+    assert reader.why_not(ModuleCall("mixer", mixer, (x,), {"seq_idx": None})) is None
 
 
 def test_the_check_of_the_page_fails_for_an_error(monkeypatch):
@@ -259,7 +259,7 @@ def test_an_audit_from_end_to_end(name):
     ],
 )
 @torch.no_grad()
-def test_layers_without_an_adapter_are_described(model_type, what):
+def test_layers_without_a_reader_are_described(model_type, what):
     _, model = next(tiny_variants(model_type))
     batch, error = find_inputs(model)
     assert error is None
@@ -269,9 +269,9 @@ def test_layers_without_an_adapter_are_described(model_type, what):
 
 
 def test_classes_are_described_by_name_and_library():
-    assert not NoOperatorAdapter().reads(type("MraSelfAttention", (nn.Module,), {})())
+    assert not NoOperatorReader().reads(type("MraSelfAttention", (nn.Module,), {})())
     kernels = type("mLSTMBackend", (nn.Module,), {"__module__": "mlstm_kernels.torch.backend_module"})
-    assert NoOperatorAdapter().reads(kernels())
+    assert NoOperatorReader().reads(kernels())
 
 
 class PlainMamba(nn.Module):

@@ -1,4 +1,4 @@
-"""Modules with a method `mixing_operator`, and adapters that must not stop a model."""
+"""Modules with a method `mixing_operator`, and readers that must not stop a model."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from torch import nn
 import rankwise as rw
 from rankwise.errors import CaptureError
 from rankwise.operators import DiagonalMixing, ToeplitzMixing
-from rankwise.tracing.adapters import Adapter, adapter_of
+from rankwise.tracing.readers import OperatorReader, reader_of
 
 
 class Convolution(nn.Module):
@@ -87,7 +87,7 @@ def test_reading_an_operator_draws_no_random_numbers():
         assert torch.equal(alone, model(x))
 
 
-def test_attention_with_an_adapter_is_captured_once():
+def test_attention_with_a_reader_is_captured_once():
     attention = kind(lambda self, x, scale=1.0: fused(x[:, None], x[:, None], x[:, None])[:, 0])
     attention.mixing_operator = lambda self, x, scale: rw.operators.SoftmaxMixing(x[:, None], x[:, None])
     assert len(captured(stack(attention)).mixers) == 3
@@ -170,17 +170,17 @@ def test_a_call_that_raises_leaves_nothing_behind():
     assert [site.name for site in trace.mixers] == ["0.mixer", "1.mixer", "2.mixer"]
 
 
-def test_a_class_of_equal_name_in_another_library_has_no_adapter():
-    assert adapter_of(kind(lambda self, x: x, "MambaMixer")()) is None
-    assert isinstance(adapter_of(Convolution()), Adapter)
-    assert adapter_of(nn.Linear(2, 2)) is None
+def test_a_class_of_equal_name_in_another_library_has_no_reader():
+    assert reader_of(kind(lambda self, x: x, "MambaMixer")()) is None
+    assert isinstance(reader_of(Convolution()), OperatorReader)
+    assert reader_of(nn.Linear(2, 2)) is None
 
 
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("MyGatedDeltaNet", "no adapter reads this delta rule, whose operator is a `GatedDeltaMixing`"),
-        ("RwkvSelfAttention", "no adapter reads this RWKV layer, whose weights decay"),
+        ("MyGatedDeltaNet", "no reader knows this delta rule, whose operator is a `GatedDeltaMixing`"),
+        ("RwkvSelfAttention", "no reader knows this RWKV layer, whose weights decay"),
         ("sLSTMMixer", "its state goes through a nonlinear function"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Adapters for Mamba, Mamba-2 and variants, and for the gated convolution of LFM2 and LFM3."""
+"""Readers for Mamba, Mamba-2 and variants, and for the gated convolution of LFM2 and LFM3."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,12 +8,12 @@ from torch.nn import functional as F
 
 from rankwise.operators import SelectiveMixing, SemiseparableMixing
 from rankwise.operators.toeplitz import short_convolution
-from rankwise.tracing.adapters.base import InnerCalls, StateSpaceAdapter, check_on_device, output_of
 from rankwise.tracing.mixing_calls import MixingCall
 from rankwise.tracing.module_calls import ModuleCall
+from rankwise.tracing.readers.base import InnerCalls, StateSpaceReader, check_on_device, output_of
 
 
-class MambaAdapter(StateSpaceAdapter):
+class MambaReader(StateSpaceReader):
     """Reads Mamba: one selective scan per channel; step Δ and vectors B, C come from the layer's projections.
 
     Values are the channels after the short convolution, its activation and the padding mask, one number per
@@ -35,7 +35,7 @@ class MambaAdapter(StateSpaceAdapter):
         if others and not super().reads(call.module):
             return (
                 f"next to the parts of a Mamba layer it has {', '.join(sorted(others))}, such as a second "
-                "scan from the end, which no adapter reads"
+                "scan from the end, which no reader knows"
             )
         return super().why_not(call)
 
@@ -78,7 +78,7 @@ def _gated_channels(
     return MixingCall(operator, channels[..., None], apply_output=apply_output, whole=True)
 
 
-class ZambaAdapter(StateSpaceAdapter):
+class ZambaReader(StateSpaceReader):
     """Reads Zamba: one selective scan per channel; the channels of a head share the vectors B and C.
 
     Values are the channels after the short convolution, its activation and the padding mask, one number per
@@ -112,7 +112,7 @@ class ZambaAdapter(StateSpaceAdapter):
         return _gated_channels(mixer, operator, channels, gate, mixer.D.detach().flatten())
 
 
-class Mamba2Adapter(StateSpaceAdapter):
+class Mamba2Reader(StateSpaceReader):
     """Reads Mamba-2: one scan per head, from outputs of the input projection and the short convolution.
 
     Values are the heads after the short convolution, its activation and the padding mask. The layer applies
@@ -160,7 +160,7 @@ class Mamba2Adapter(StateSpaceAdapter):
         return MixingCall(operator, heads.float(), apply_output=apply_output, whole=True)
 
 
-class ShortConvAdapter(StateSpaceAdapter):
+class ShortConvReader(StateSpaceReader):
     """Reads the gated convolution of LFM models: one Toeplitz matrix per channel, from the weights alone.
 
     Values are the channels after the first gate. The layer applies the bias of the convolution, the second

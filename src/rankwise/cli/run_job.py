@@ -1,0 +1,173 @@
+"""Load and run an audit job, in this process or in a worker of Ray."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import typer
+
+from rankwise._internals.forward import drop_unused_labels
+from rankwise.auditing import Audit, AuditError, audit
+from rankwise.auditing.provenance import DataDigest, weights_digest
+from rankwise.auditing.text_inputs import ALL
+from rankwise.cli.audit_job import AuditJob
+from rankwise.cli.load_data import LoadedData, load_data
+from rankwise.cli.load_model import LoadedModel, demo_model, demo_text, load_model
+from rankwise.cli.output import show_progress, write_report
+from rankwise.errors import INTERRUPTED, InputError, RankwiseError
+from rankwise.skips import recommend
+
+Say = Callable[[str], None]
+"""Function that shows the user which step is running."""
+
+
+class LoadedJob(NamedTuple):
+    """Job with a loaded model and opened data."""
+
+    job: AuditJob
+    model: LoadedModel
+    data: LoadedData
+
+
+def load(job: AuditJob) -> LoadedJob:
+    """Load the model of a job with its saved λ-skips, and open the data of its shard."""
+    whole = load_model(job.model, trust_remote_code=job.trust_remote_code, **job.loading)
+    model = whole.part_for("text" if job.images is None else "vision")
+    data = load_data(
+        model, text=job.text, images=job.images, dataset=job.dataset, tokens=job.tokens,
+        sequences=job.sequences, batch_size=job.batch_size, shard=job.shard,
+    )  # fmt: skip
+    masks = job.importance and job.importance.loss == "masked" and (data.tokenizer or job.images)
+    if masks and getattr(data.tokenizer, "mask_token_id", None) is None:
+        expected, fix = "a tokenizer with a mask token", "Use another loss, or another --tokenizer."
+        raise InputError("--importance-loss masked", expected=expected, got="none", fix=fix)
+    if job.shard != ALL:
+        batches = iter(data.batches)
+        first = list(islice(batches, 1))
+        if not first:
+            expected, got = "at least one sequence in each shard", "fewer sequences than shards"
+            raise InputError(f"--shards {job.shards}", expected=expected, got=got, fix="Use fewer shards.")
+        data = replace(data, batches=chain(first, batches))
+    return LoadedJob(job, model, data)
+
+
+def measure(
+    loaded: LoadedJob, say: Say = lambda step: None, provenance: Mapping[str, Any] | None = None
+) -> tuple[Audit, bool]:
+    """Return the audit of a loaded job, and True if Ctrl-C stopped the audit or the recommendation of λ.
+
+    An audit of all sequences recommends λ, which runs the model on the first batch again. If that fails, a
+    note of the audit says why. Entries of `provenance` replace those of the job.
+    """
+    job, model, data = loaded
+    first: list[Any] = []
+
+    def batches() -> Iterator[Any]:
+        for batch in data.batches:
+            first[:] = first or [batch]
+            yield batch
+
+    about = {
+        "model": "the bundled demo" if model.name == str(demo_model()) else model.name,
+        "revision": model.revision,
+        "data": data.data.replace(str(demo_text()), "the bundled text"),
+        "command": job.command,
+        "arguments": [] if model.is_part else replace(job, shards=None).arguments,
+        "notes": [*model.notes, *data.notes],
+        "weights": weights_digest(model.model, model.random_weights),
+        "random_weights": model.random_blocks,
+    }
+    result = audit(
+        model.model, batches(), job.delta, rank_method=job.rank_method, attention_maps=job.attention_maps,
+        baseline=job.baseline, importance=job.importance, tokenizer=data.tokenizer,
+        provenance=about | dict(provenance or {}),
+        on_progress=lambda done, step: say(f"batch {done + 1}: {step}"),
+    )  # fmt: skip
+    if job.shard != ALL:
+        parts = [_of_shard(digest, job) for digest in result.provenance.parts]
+        return _with_provenance(result, parts=parts), not result.complete
+    if not result.complete:
+        return result, True
+    try:
+        return recommend(result, model.model, first[0], model.loss), False
+    except KeyboardInterrupt:
+        note, stopped = "skip connections not looked at: interrupted from the keyboard", True
+    except Exception as error:  # it must not lose the audit
+        reason = str(error) if isinstance(error, RankwiseError | RuntimeError) else repr(error)
+        note, stopped = f"no λ is named for COLLAPSE: {reason}", False
+        say(note)
+    return _with_provenance(result, notes=[*result.provenance.notes, note]), stopped
+
+
+def _of_shard(digest: str, job: AuditJob) -> str:
+    """Return the digest of a shard's data; repeated lines of a text can give two shards equal data."""
+    return digest if job.shard == ALL else f"{digest}-{job.shards}"
+
+
+def _with_provenance(result: Audit, **fields: Any) -> Audit:
+    return result.model_copy(update={"provenance": result.provenance.model_copy(update=fields)})
+
+
+def run_job(job: AuditJob, say: Say = lambda step: None) -> Audit:
+    """Load and run a job; return the complete audit, with digests of the files that the job read.
+
+    Raise `RankwiseError` for each failure, which Ray can send between processes.
+    """
+    try:
+        digests = job.file_digests()  # taken before the files are read, so that --resume sees later changes
+        result, interrupted = measure(
+            load(job), lambda step: say(f"{job.model}, {step}"), {"sources": digests}
+        )
+    except RankwiseError:
+        raise
+    except (Exception, SystemExit) as error:  # a factory may call sys.exit, which would end a Ray worker
+        got, fix = f"{type(error).__name__}: {error}", f"Try `{job.command}`."
+        raise RankwiseError(job.model, expected="an audit", got=got, fix=fix) from error
+    if interrupted:
+        raise KeyboardInterrupt
+    return result
+
+
+def audit_one(job: AuditJob, out: Path, command: str, *, verbose: bool) -> tuple[Audit, RankwiseError | None]:
+    """Audit one model and write the report; return the audit, and the error if it failed after a batch.
+
+    Raise `typer.Exit` after Ctrl-C; the report then contains the finished measurements.
+    """
+    loaded, error = load(job), None
+    with show_progress() as say:
+        try:
+            result, interrupted = measure(loaded, say, {"command": command})
+        except AuditError as failed:
+            if failed.audit is None:
+                raise
+            result, interrupted, error = failed.audit, False, failed
+    write_report(result, out, verbose=verbose)
+    if interrupted:
+        raise typer.Exit(INTERRUPTED)
+    return result, error
+
+
+def merge_shards(job: AuditJob, audits: list[Audit]) -> Audit:
+    """Return the audit of a job, merged from the audits of all its shards."""
+    merged = Audit.merge(audits, [f"shard {shard.shards} of {job.model}" for shard in job.parts])
+    sources = set.intersection(*(set(result.provenance.sources.items()) for result in audits))
+    return _with_provenance(merged, command=job.command, sources=dict(sources))
+
+
+def factory_digests(job: AuditJob) -> tuple[str, list[str]] | None:
+    """Return digests of the weights and batches of a factory, as in an audit; None if the factory fails."""
+    weights, data = "", []
+    try:
+        for shard in job.parts:
+            loaded, digest = load(shard), DataDigest()
+            for batch in loaded.data.batches:
+                digest.add(drop_unused_labels(loaded.model.model, batch)[0])
+            weights = weights_digest(loaded.model.model)
+            data += (
+                [f"{digest.value}-{shard.shards}" if shard.shards else digest.value] if digest.value else []
+            )
+    except (Exception, SystemExit):  # its audit will report the error
+        return None
+    return weights, sorted(data)
