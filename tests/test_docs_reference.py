@@ -135,7 +135,9 @@ def test_every_finding_has_a_section_that_says_what_to_do(code: str) -> None:
     page = section("findings", f"## {code}")
     assert page.lstrip().startswith("**Meaning**: ")
     assert "**What to do**: " in page
-    rows = re.findall(rf"^\| \[{code}\].*$", (REFERENCE / "findings.md").read_text(encoding="utf-8"), re.MULTILINE)
+    rows = re.findall(
+        rf"^\| \[{code}\].*$", (REFERENCE / "findings.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
     assert len(rows) == 2  # what it means, and how a comparison judges it
     assert rows[0].endswith("| yes |" if code == "COLLAPSE" else "| no |")
 

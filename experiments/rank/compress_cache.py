@@ -23,7 +23,7 @@ from experiments.rank.rivals import latent_costs
 from experiments.real_models import demo, demo_windows, draw_windows
 from experiments.render import markdown_table, mean_std
 from experiments.study import Study
-from rankwise.compression.kv_find import find_latent_layers
+from rankwise.compression.kv_find import find_cached_layers
 from rankwise.compression.kv_solve import collect_moments, weighted_svd
 
 
@@ -68,7 +68,7 @@ def run_split(recipe: Recipe, split: int) -> dict[str, Any]:
 def rivals(calibration: list[Any], compared: list[Any], seed: int) -> dict[str, dict[str, float]]:
     """Return output KL by method and share of the cache."""
     model = demo()
-    layers, _ = find_latent_layers(model, calibration[0])
+    layers, _ = find_cached_layers(model, calibration[0])
     moments = collect_moments(model, layers, calibration, seed, lambda what: None)
     ours = [weighted_svd(own.weight, own.tokens, own.gradients) for own in moments]
     costs = latent_costs(model, compared, layers, moments, ours)

@@ -19,10 +19,9 @@ from experiments.rank.rivals import pair_costs
 from experiments.real_models import demo, draw_windows, loss
 from experiments.render import markdown_table, mean_std
 from experiments.study import Study
-from rankwise.compression.layers import find_layers
-from rankwise.compression.qk_statistics import collect_statistics
-from rankwise.compression.rotary_find import read_rotations
-from rankwise.compression.rotary_solve import greedy_orders, whole_factors
+from rankwise.compression.trials import find_layers
+from rankwise.compression.width_factors import greedy_orders, whole_factors
+from rankwise.compression.width_find import collect_statistics
 
 PAIRS = 16
 """Rotary pairs per head of the demo."""
@@ -77,7 +76,7 @@ def keep_pairs(
 def rivals(calibration: list[Any], held_out: list[Any], seed: int) -> dict[str, dict[str, float]]:
     """Return attention KL of other choices of pairs, by method and mean number of pairs."""
     model = demo()
-    layers = collect_statistics(model, find_layers(model, calibration[0], read_rotations)[0], calibration)
+    layers = collect_statistics(model, find_layers(model, calibration[0])[0], calibration)
     wholes = [whole_factors(layer) for layer in layers]
     orders = [greedy_orders(layer, whole, seed) for layer, whole in zip(layers, wholes, strict=True)]
     evaluated = collect_statistics(model, [layer.projections for layer in layers], held_out)

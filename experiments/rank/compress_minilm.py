@@ -24,11 +24,10 @@ from experiments.render import markdown_table, mean_std
 from experiments.study import Study
 from rankwise.auditing import text_batches
 from rankwise.cli.load_data import load_text
-from rankwise.compression.layers import Factors, find_layers
-from rankwise.compression.qk_find import read_projections
-from rankwise.compression.qk_modules import narrow_layers
-from rankwise.compression.qk_solve import closed_form, head_curves
-from rankwise.compression.qk_statistics import collect_statistics
+from rankwise.compression.trials import Factors, find_layers
+from rankwise.compression.width_find import collect_statistics
+from rankwise.compression.width_modules import narrow_layers
+from rankwise.compression.width_solve import closed_form, head_curves
 
 WIDTH = 32
 """K of the model."""
@@ -90,7 +89,7 @@ def run_split(recipe: Recipe, folder: Path, train: list[str], test: list[str], s
 
 def rivals(model: nn.Module, calibration: list[Any], held_out: list[Any], seed: int) -> dict[str, Any]:
     """Return attention KL on held-out reviews by method and mean width, without calibration."""
-    found, _ = find_layers(model, calibration[0], read_projections)
+    found, _ = find_layers(model, calibration[0])
     layers, evaluated = (collect_statistics(model, found, batches) for batches in (calibration, held_out))
     curves = [curve for layer in layers for curve in head_curves(layer)]
     costs = basis_costs(model, layers, evaluated, curves, seed)
@@ -106,7 +105,7 @@ def load(folder: Path) -> nn.Module:
 
 def weights_alone(model: nn.Module, batch: dict[str, Tensor], width: int) -> nn.Module:
     """Narrow a model by the SVD of W_qᵀ W_k, which ignores data: the null."""
-    layers = collect_statistics(model, find_layers(model, batch, read_projections)[0], [batch])
+    layers = collect_statistics(model, find_layers(model, batch)[0], [batch])
     plan: list[tuple[Any, Factors]] = []
     for layer in layers:
         found = layer.projections

@@ -14,15 +14,15 @@ from torch.nn import functional as F
 
 from rankwise.compression.kv_modules import LatentLayer, latent_change
 from rankwise.compression.kv_solve import SecondMoments, WeightedSVD, ranks_for_keep, weighted_svd
-from rankwise.compression.layers import Factors, Projections
-from rankwise.compression.qk_solve import Curve, closed_form, widths_under_budget
-from rankwise.compression.qk_statistics import (
+from rankwise.compression.trials import Factors, Projections
+from rankwise.compression.width_factors import Order, Rows, make_order, removal_costs, rows_of, units_of
+from rankwise.compression.width_find import (
     QueryKeyStatistics,
     first_samples,
     layer_divergence,
     width_curves,
 )
-from rankwise.compression.rotary_solve import Order, Rows, make_order, removal_costs, rows_of, units_of
+from rankwise.compression.width_solve import Curve, closed_form, widths_under_budget
 from rankwise.measures.logits import LogitBases, logit_bases
 from rankwise.tracing.projections import linear_parts
 

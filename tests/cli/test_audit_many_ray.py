@@ -177,6 +177,7 @@ def test_a_worker_of_ray_that_is_killed_loses_nothing(tmp_path, monkeypatch) -> 
     shutil.copy(NETS, tmp_path / "net.py")
     names = ("layer", "killed_once", "leaves", "raises")
     jobs = jobs_of(AuditJob(model=""), [f"{tmp_path}/net.py:{name}" for name in names])
+    jobs += jobs_of(AuditJob(model="", shards="2"), [f"{tmp_path}/net.py:several"])[0].parts
     found = dict(run_on_ray(jobs, "local"))
     assert (tmp_path / "killed").exists(), "no worker was killed"
     assert (tmp_path / "left").read_text() == "x", "an audit that failed by itself was run again"

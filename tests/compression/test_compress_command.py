@@ -99,10 +99,10 @@ def count(model: torch.nn.Module) -> int:
 
 def test_the_command_reports_costs_and_writes_a_model(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rankwise.compression.evaluate.SECONDS", 0.05)
-    done = run("compress", "own.py:build", "--keep", 0.5, "--calibrate", 4, "--time", "--out", "half")
+    done = run("compress", "own.py:build", "--keep", 0.5, "--calibration-steps", 4, "--time", "--out", "half")
     record = Compression.load("half")
     assert record.mean_width == 4
-    assert record.figures == "held-out data"
+    assert record.measured_on == "held-out data"
     assert math.isfinite(record.loss_before)
     assert record.loss_after != record.loss_before
     losses = record.loss_before, record.loss_after
@@ -111,7 +111,7 @@ def test_the_command_reports_costs_and_writes_a_model(run: Run, monkeypatch: pyt
     assert "nothing was removed" not in words(done)
     assert {timing.phase for timing in record.latency} == {"prefill", "decode"}
     assert len({timing.tokens for timing in record.latency if timing.phase == "prefill"}) == 2
-    assert f"attention KL, nats 0 {record.kl:.4f}" in words(done)
+    assert f"attention KL, nats 0 {record.attention_kl:.4f}" in words(done)
     (curve,) = record.curves
     assert [point.width for point in curve.points] == [1, 2, 4, 6]
     by_head = [head.kl for head in record.heads]
@@ -181,10 +181,10 @@ def test_a_model_folder_with_other_files_is_compressed_and_audited(run: Run) -> 
 
 def test_each_part_has_its_own_target_on_a_narrow_console(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    targets = ("--keep", "heads=0.75", "--tolerance", "qk=0.05", "--keep", "kv=0.5")
+    targets = ("--keep", "heads=0.75", "--tolerance", "width=0.05", "--keep", "kv=0.5")
     done = run("compress", "own.py:build", *targets, "--out", "less")
     record = Compression.load("less")
-    assert record.parts == ["heads", "qk", "kv"]
+    assert record.parts == ["heads", "width", "kv"]
     assert sum(head.width > 0 for head in record.heads if head.part == "heads") == 6
     assert record.cache_bytes_after <= 0.5 * record.cache_bytes_before
     for layer in record.layers:  # names and numbers are not wrapped
@@ -257,7 +257,7 @@ def test_wrong_arguments_are_refused(run: Run, arguments: tuple[object, ...], sa
     [
         (("--text", "none.txt"), "none.txt: expected a text file, got no such file"),
         ((), "data: expected one of --text, --images, --dataset, got none. Pass one, such as --text"),
-        (("--text", "text.txt", "--calibrate", -1), "Invalid value for '--calibrate'"),
+        (("--text", "text.txt", "--calibration-steps", -1), "Invalid value for '--calibration-steps'"),
     ],
 )
 def test_wrong_options_are_refused_before_the_model_is_loaded(run, arguments, said) -> None:
@@ -281,7 +281,7 @@ def test_a_stopped_command_leaves_no_new_folder(
     def stopped(*_args: object, **_more: object) -> None:
         raise error
 
-    monkeypatch.setattr("rankwise.compression.layers.run_model", stopped)
+    monkeypatch.setattr("rankwise.compression.trials.run_model", stopped)
     Path("there").mkdir()
     for folder, left in (("new", False), ("there", True)):
         done = run("compress", "own.py:build", "--out", folder, works=False)
@@ -300,8 +300,10 @@ def test_nan_is_named_and_calibrated_layers_are_written_if_memory_is_missing(
     def full(*_args: object, **_more: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("rankwise.compression.qk_solve.calibrate", full)
-    done = run("compress", "own.py:build", "--keep", 0.5, "--calibrate", 5, "--out", "new", works=False)
+    monkeypatch.setattr("rankwise.compression.width_solve.calibrate", full)
+    done = run(
+        "compress", "own.py:build", "--keep", 0.5, "--calibration-steps", 5, "--out", "new", works=False
+    )
     assert done.exit_code == 130
     assert "INCOMPLETE" in done.output
     assert count(rw.load_compressed("new")) == Compression.load("new").parameters_after

@@ -25,7 +25,7 @@ def test_each_error_without_memory_is_recognized(place: str) -> None:
     assert not out_of_memory(ValueError("out of memory"))
 
 
-@pytest.mark.parametrize(("parts", "calls"), [("qk", 2), ("kv", 5), (("qk", "kv"), 12), ("heads", 6)])
+@pytest.mark.parametrize(("parts", "calls"), [("width", 2), ("kv", 5), (("width", "kv"), 12), ("heads", 6)])
 def test_a_step_without_memory_is_named_and_the_model_stays(parts: Any, calls: int) -> None:
     model = gpt2()
     layer: Any = model.get_submodule("transformer.h.1.attn.c_proj")
@@ -47,7 +47,7 @@ def test_a_step_without_memory_is_named_and_the_model_stays(parts: Any, calls: i
 @pytest.mark.parametrize(
     ("function", "error", "raised", "said"),
     [
-        ("qk_solve.head_curves", FULL["cpu"], CompressionError, r"transformer\.h\.0\.attn.*is unchanged"),
+        ("width_solve.head_curves", FULL["cpu"], CompressionError, r"transformer\.h\.0\.attn.*is unchanged"),
         ("run.evaluate", KeyboardInterrupt(), KeyboardInterrupt, None),
     ],
     ids=["before the change", "after the change"],

@@ -1,6 +1,5 @@
 """Saved records of compressions."""
 
-import json
 import math
 from pathlib import Path
 
@@ -12,41 +11,24 @@ from rankwise.compression import (
     BudgetPoint,
     Compression,
     HeadWidth,
-    Latency,
     LatentRank,
-    LayerPrice,
+    LayerCost,
 )
 from rankwise.errors import InputError, RecordError
 
 RECORD = Compression(
-    model="m", parts=["heads"], sequences=1, tokens=2, figures="held-out data", heads=[], kl=math.nan,
-    layers=[LayerPrice(site="a", layer=0, kl=math.nan, output_error=0.5)],
+    model="m", parts=["heads"], sequences=1, tokens=2, measured_on="held-out data", heads=[],
+    attention_kl=math.nan, layers=[LayerCost(site="a", layer=0, attention_kl=math.nan, output_error=0.5)],
 )  # fmt: skip
-REMOVED = {
-    "budget": {"bytes_after": 3},
-    "latent_curves": [{"method": "m", "points": []}],
-    "kl_end_to_end": None,
-}
-"""Fields that older versions wrote."""
 
 
 def test_a_record_is_saved_into_a_folder_and_loaded(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "own.json"):
         loaded = Compression.load(RECORD.save(path))
         assert loaded.model_dump_json() == RECORD.model_dump_json()
-        assert math.isnan(loaded.layers[0].kl)
+        assert math.isnan(loaded.layers[0].attention_kl)
     assert Compression.load(tmp_path).model == "m"
     assert loaded.mean_width == 0
-
-
-def test_fields_of_older_versions_are_ignored(tmp_path: Path) -> None:
-    content = json.loads(RECORD.model_dump_json())
-    del content["format"]
-    content |= REMOVED
-    content["layers"][0]["kl_end_to_end"] = 0.25
-    file = tmp_path / "compression.json"
-    file.write_text(json.dumps(content))
-    assert Compression.load(file).model_dump_json() == RECORD.model_dump_json()
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
@@ -56,7 +38,11 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     for content, said in (
         ("{", "expected JSON"),
         ("{}", "got other JSON"),
-        ('{"version": "0.1"}', "model: Field required.*run `rankwise compress` again"),
+        (
+            '{"format": "rankwise-compression", "schema_version": 1}',
+            "schema.version.*`rankwise compress` again",
+        ),
+        ('{"format": "rankwise-compression", "schema_version": 2}', "model: Field required"),
         ("[]", "got other JSON"),
     ):
         file.write_text(content)
@@ -67,14 +53,14 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
 def test_every_curve_is_drawn() -> None:
     heads = [
         HeadWidth(
-            part="qk", stack="", site="a", layer=0, head=0, before=8, width=3, kl=0.2, kl_calibrated=0.2
+            part="width", stack="", site="a", layer=0, head=0, before=8, width=3, kl=0.2, kl_calibrated=0.2
         )
     ]
     curves = [
         BudgetCurve(method=name, points=[BudgetPoint(width=w, kl=kl / w) for w in (2, 4)])
         for name, kl in (("closed form", 1.0), ("pairs <greedy>", 2.0))
     ]
-    record = RECORD.model_copy(update={"heads": heads, "curves": curves, "kl": 0.2})
+    record = RECORD.model_copy(update={"heads": heads, "curves": curves, "attention_kl": 0.2})
     [figure] = [
         x for part in compression_document(record).sections for x in part.figures if x.name == "curve"
     ]
@@ -89,7 +75,7 @@ def test_every_curve_is_drawn() -> None:
 def test_removed_heads_are_drawn_by_their_original_numbers() -> None:
     sizes = {"stack": "", "site": "a", "layer": 0, "before": 8, "kl": 0.0, "kl_calibrated": 0.0}
     heads = [HeadWidth(part="heads", head=at, width=width, **sizes) for at, width in enumerate((0, 8))]
-    record = RECORD.model_copy(update={"heads": [*heads, HeadWidth(part="qk", head=1, width=3, **sizes)]})
+    record = RECORD.model_copy(update={"heads": [*heads, HeadWidth(part="width", head=1, width=3, **sizes)]})
     figures = {x.name: x for part in compression_document(record).sections for x in part.figures}
     assert figures["heads"].data[0]["text"] == [["0", "8"]]
     assert figures["widths"].data[0]["text"] == [["", "3"]]
@@ -120,16 +106,15 @@ def costs(**fields: object) -> dict[str, list[str]]:
 
 
 def test_unknown_numbers_of_a_compression_are_dashes() -> None:
-    timed = Latency(phase="prefill", tokens=4, before=1.0, after=2.0, low=math.nan, high=math.nan)
-    found = costs(loss_before=1.0, metric="accuracy", latency=[timed])
+    found = costs(loss_before=1.0, metric="accuracy", timed="pass", seconds_before=0.001)
     assert found["loss"] == ["1.0000", "–"]
     assert found["accuracy"] == ["–", "–"]
-    assert found["prefill, 4 tokens, ms"] == ["1.00", "2.00", "– (– to –)"]
+    assert found["pass, ms"] == ["1.00", "–", "–"]
 
 
 @pytest.mark.parametrize(("after", "said"), [(50, "50.0% fewer"), (100, "0.0% fewer"), (150, "50.0% more")])
 def test_savings_are_fewer_or_more_never_negative(after: int, said: str) -> None:
-    latent = LatentRank(part="kv", site="a", layer=0, before=8, full=8, rank=4, nats=0.1)
+    latent = LatentRank(part="kv", site="a", layer=0, channels=8, full_rank=8, rank=4, output_kl=0.1)
     sizes = {"parameters_before": 100, "parameters_after": after, "latents": [latent]}
     sizes |= {"cache_bytes_before": 200, "cache_bytes_after": 2 * after}
     sentence = compression_document(RECORD.model_copy(update=sizes)).verdict.sentence

@@ -13,6 +13,7 @@ import torch
 import transformers
 from tests.compression.compression_cases import (
     CACHED,
+    DECODERS,
     FAMILIES,
     ROTARY,
     WITH_HEADS,
@@ -32,7 +33,7 @@ from torch import Tensor, nn
 
 import rankwise as rw
 from rankwise.compression import Compression, save_compressed
-from rankwise.compression.part import Job, solve_part
+from rankwise.compression.trials import Job, find_part, solve_part
 from rankwise.errors import CompressionError, InputError
 
 EPS = torch.finfo(torch.float32).eps
@@ -40,14 +41,14 @@ CLOSE = EPS**0.5
 """Of the largest logit: what a trial allows two ways to compute one model."""
 LOW = 16 * torch.finfo(torch.bfloat16).eps
 FOUND: dict[str, tuple[dict[str, float], dict[str, Make]]] = {
-    "qk": ({"qk": 3 / 8}, {**FAMILIES, **WRITTEN}),
-    "rotary": ({"rotary": 0.5}, ROTARY),
+    "width": ({"width": 0.5}, {**FAMILIES, **WRITTEN, **ROTARY, "smollm3": smollm3}),
     "kv": ({"kv": 0.4}, CACHED),
     "heads": ({"heads": 0.5}, WITH_HEADS),
-    "qk and kv": ({"qk": 0.5, "kv": 0.5}, {name: FAMILIES[name] for name in ("gpt2", "opt", "bigcode")}),
-    "rotary and kv": ({"rotary": 0.5, "kv": 0.5}, {name: ROTARY[name] for name in ("llama", "neox")}),
-    "qk and rotary": ({"qk": 0.5, "rotary": 0.5}, {"smollm3": smollm3}),
-    "heads and qk": ({"heads": 0.5, "qk": 0.5}, {"gpt2": gpt2}),
+    "width and kv": (
+        {"width": 0.5, "kv": 0.5},
+        {**DECODERS, "llama": ROTARY["llama"], "neox": ROTARY["neox"]},
+    ),
+    "heads and width": ({"heads": 0.5, "width": 0.5}, {"gpt2": gpt2}),
 }
 CASES = [(part, family) for part, (_, families) in FOUND.items() for family in families]
 DECODER_CASES = [(part, family) for part, family in CASES if family not in ("bert", "mpnet")]
@@ -55,8 +56,9 @@ FIRST = dict(reversed(DECODER_CASES))
 PARTS = rw.compression.PARTS
 SINGLE = [(part, FIRST[part]) for part in PARTS]
 """Each part, which requires a row of `FOUND`, with its first decoder."""
-SOME = [*SINGLE, ("qk and kv", "gpt2")]
-NARROWS = [(part, family) for part, family in SINGLE if part in rw.compression.NARROWS]
+SOME = [*SINGLE, ("width", "llama"), ("width and kv", "gpt2")]
+NARROWED = ("gpt2", "llama")
+"""Families without and with rotary positions."""
 
 
 class Case(NamedTuple):
@@ -88,7 +90,7 @@ def widths(done: Compression) -> list[int]:
 
 
 def costs(done: Compression) -> list[float]:
-    return [head.kl for head in done.heads] + [latent.nats for latent in done.latents]
+    return [head.kl for head in done.heads] + [latent.output_kl for latent in done.latents]
 
 
 def off(after: Tensor, before: Tensor) -> float:
@@ -101,13 +103,11 @@ def test_the_record_describes_every_layer(part: str, family: str) -> None:
     assert not done.left_out
     assert done.complete
     assert done.parts == list(FOUND[part][0])
-    if part == "qk and rotary":
-        assert [(head.part, head.layer) for head in done.heads[::2]] == [("qk", 0), ("rotary", 1)]
     assert off(output(model, BATCH), before) > 1e-3  # it was a real change
     assert done.parameters_after == sum(weight.numel() for weight in model.parameters())
     if "kv" not in part:
         assert done.parameters_after < done.parameters_before
-    assert math.isnan(done.kl) == (part in ("kv", "heads"))  # attention is not compared there
+    assert math.isnan(done.attention_kl) == (part in ("kv", "heads"))  # attention is not compared there
 
 
 @pytest.mark.parametrize(("part", "family"), DECODER_CASES)
@@ -117,7 +117,7 @@ def test_a_cache_changes_no_output(part: str, family: str) -> None:
     stepped, cache = in_steps(model, BATCH)
     assert off(stepped, whole) < CLOSE
     assert done.cache_bytes_after == cache_bytes(cache) // BATCH["input_ids"].numel()
-    if part in ("qk", "rotary"):
+    if part == "width":
         saved = done.cache_bytes_before - done.cache_bytes_after
         assert saved == 4 * sum(head.before - head.width for head in done.heads)
     elif "kv" in part:
@@ -155,29 +155,28 @@ def test_a_model_is_saved_twice_and_loaded_by_each_class(part: str, family: str,
 
 
 @pytest.mark.parametrize(
-    ("part", "family", "calibrate"),
-    [
-        *(("qk", family, 0) for family in FOUND["qk"][1]),
-        *(("rotary", family, steps) for family in ROTARY for steps in (0, 10)),
-    ],
+    ("family", "calibrate"),
+    [*((family, 0) for family in FOUND["width"][1]), *((family, 10) for family in ROTARY)],
 )
-def test_the_record_has_the_attention_kl_of_the_first_layer(part: str, family: str, calibrate: int) -> None:
-    model, batch, matrices = FOUND[part][1][family](), ids(6, 30), []
+def test_the_record_has_the_attention_kl_of_the_first_layer(family: str, calibrate: int) -> None:
+    model, batch, matrices = FOUND["width"][1][family](), ids(6, 30), []
     for compressing in (True, False):
         with rw.capture(model) as trace, torch.no_grad():
             model(**batch)
         matrices.append(trace.mixers[0].operator.dense())
         if compressing:
-            done = rw.compress(model, [batch], keep={part: 0.5}, calibrate=calibrate)
+            done = rw.compress(model, [batch], keep={"width": 0.5}, calibrate=calibrate)
     before, after = matrices
     terms = torch.where(before > 0, before * (before.log() - after.log()), 0).sum(-1)
-    close = {"rel": 1e-3, "abs": 1e-6} if part == "qk" else {"rel": 1e-2, "abs": 1e-5}
-    assert terms.mean().item() == pytest.approx(done.layers[0].kl, **close)
-    assert done.layers[0].kl > 1e-4  # it was a real change
-    assert done.mean_width == 4 or (part == "rotary" and 3 <= done.mean_width < 4)  # whole pairs
+    close = {"rel": 1e-3, "abs": 1e-6} if family not in ROTARY else {"rel": 1e-2, "abs": 1e-5}
+    assert terms.mean().item() == pytest.approx(done.layers[0].attention_kl, **close)
+    assert done.layers[0].attention_kl > 1e-4  # it was a real change
+    assert done.mean_width == 4 or (
+        family in (*ROTARY, "smollm3") and 3 <= done.mean_width < 4
+    )  # whole pairs
 
 
-@pytest.mark.parametrize(("part", "family"), [*SINGLE, ("qk", "bert")])
+@pytest.mark.parametrize(("part", "family"), [*SINGLE, ("width", "llama")])
 def test_padding_counts_for_nothing(part: str, family: str) -> None:
     short, mask = ids(6, 20), torch.arange(29).expand(6, 29) < 20
     batches: list[dict[str, Tensor]] = [short, {**short, "attention_mask": mask[:, :20].long()}]
@@ -186,7 +185,8 @@ def test_padding_counts_for_nothing(part: str, family: str) -> None:
         padded = torch.cat([short["input_ids"], padding], 1)
         batches.append({"input_ids": padded, "attention_mask": mask.long()})
     done = [rw.compress(FOUND[part][1][family](), [batch], keep={part: 0.5}) for batch in batches]
-    pairs = [(0, 1), (2, 3), (0, 2)] if part == "qk" else [(0, 1), (2, 3)]  # others draw numbers by length
+    # others draw numbers by length
+    pairs = [(0, 1), (2, 3), (0, 2)] if (part, family) == ("width", "gpt2") else [(0, 1), (2, 3)]
     for one, other in ((done[at], done[to]) for at, to in pairs):
         assert one.tokens == other.tokens == 6 * 20
         assert widths(one) == widths(other)
@@ -197,28 +197,32 @@ def test_a_device_without_float64_compresses_as_the_cpu_does() -> None:
     command = [sys.executable, "-m", "tests.support.no_float64", "compress"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.split("\n")[:-1] == ["heads", "qk kv", "rotary kv"]
+    assert done.stdout.split("\n")[:-1] == ["heads", "width kv", "width kv"]
 
 
-@pytest.mark.parametrize(("part", "family"), NARROWS)
-def test_calibration_lowers_attention_kl_on_other_tokens(part: str, family: str) -> None:
+@pytest.mark.parametrize("family", NARROWED)
+def test_calibration_lowers_attention_kl_on_other_tokens(family: str) -> None:
     batches, held_out = [ids(8, 30, seed) for seed in range(3)], [ids(8, 30, 9)]
     plain, done = (
-        rw.compress(FOUND[part][1][family](), batches, keep={part: 0.5}, calibrate=steps, held_out=held_out)
+        rw.compress(
+            FOUND["width"][1][family](), batches, keep={"width": 0.5}, calibrate=steps, held_out=held_out
+        )
         for steps in (0, 60)
     )
-    assert done.kl < plain.kl
+    assert done.attention_kl < plain.attention_kl
     assert widths(done) == widths(plain)
     assert costs(done) == pytest.approx(costs(plain))
     assert sum(head.kl_calibrated for head in done.heads) < sum(head.kl for head in done.heads)
 
 
-@pytest.mark.parametrize(("part", "family"), [case for case in SINGLE if case[0] != "heads"])
+@pytest.mark.parametrize(("part", "family"), [("width", "gpt2"), ("width", "llama"), ("kv", "llama")])
 def test_a_tolerance_bounds_the_cost_and_a_tighter_one_keeps_more(part: str, family: str) -> None:
     kept = []
     for tolerance in (0.3, 0.03, 0.003):
         done = rw.compress(FOUND[part][1][family](), [ids(8, 30)], tolerance={part: tolerance})
-        cost = sum(latent.nats for latent in done.latents)  # nats of layers add up, attention KL is a mean
+        cost = sum(
+            latent.output_kl for latent in done.latents
+        )  # nats of layers add up, attention KL is a mean
         cost += sum(head.kl for head in done.heads) / max(len(done.heads), 1)
         assert cost <= tolerance * 1.001
         kept.append(sum(widths(done)))
@@ -230,48 +234,51 @@ def test_a_tolerance_bounds_the_cost_and_a_tighter_one_keeps_more(part: str, fam
     assert kept[0] < kept[-1]
 
 
-@pytest.mark.parametrize(
-    ("part", "family"), [("qk", "gpt2"), ("qk", "bert"), ("rotary", "llama"), ("rotary", "glm")]
-)
+@pytest.mark.parametrize("family", ["gpt2", "glm"])
 @pytest.mark.parametrize("tolerance", [0.02, 0.005])
-def test_a_tolerance_bounds_the_cost_on_all_calibration_data(
-    part: str, family: str, tolerance: float
-) -> None:
+def test_a_tolerance_bounds_the_cost_on_all_calibration_data(family: str, tolerance: float) -> None:
     """The first 16 sequences cost nothing."""
     same = {"input_ids": torch.full((16, 24), 7)}
-    done = rw.compress(FOUND[part][1][family](), [same, ids(16, 24, 5)], tolerance={part: tolerance})
-    assert done.kl <= tolerance
+    make = FOUND["width"][1][family]
+    done = rw.compress(make(), [same, ids(16, 24, 5)], tolerance={"width": tolerance})
+    assert done.attention_kl <= tolerance
     assert sum(head.width for head in done.heads) < sum(head.before for head in done.heads)
     assert not any("above the tolerance" in note for note in done.notes)
 
 
 def test_a_cost_above_the_tolerance_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rankwise.compression.qk_solve.ATTEMPTS", 1)
+    monkeypatch.setattr("rankwise.compression.width_solve.ATTEMPTS", 1)
     same = {"input_ids": torch.full((16, 24), 7)}
-    done = rw.compress(gpt2(), [same, ids(16, 24, 5)], tolerance=0.02)
+    done = rw.compress(gpt2(), [same, ids(16, 24, 5)], tolerance={"width": 0.02})
     [note] = [note for note in done.notes if "above the tolerance" in note]
-    assert note == f"qk: the cost on the calibration data is {done.kl:.3g}, above the tolerance 0.02."
+    assert (
+        note
+        == f"width: the cost on the calibration data is {done.attention_kl:.3g}, above the tolerance 0.02."
+    )
     done = rw.compress(llama(), [ids(8, 30)], tolerance={"kv": 1e-6})
-    cost = max(sum(latent.nats for latent in done.latents), done.output_kl)
+    cost = max(sum(latent.output_kl for latent in done.latents), done.output_kl)
     assert any("above the tolerance" in note for note in done.notes) == (cost > 1e-6)
 
 
 @pytest.mark.parametrize(
     ("part", "tolerance", "above"),
-    [("heads", 0.2, True), ("heads", 3.0, False), ("qk", 0.01, True), ("kv", 1e-4, True)],
+    [("heads", 0.2, True), ("heads", 3.0, False), ("width", 0.01, True), ("kv", 1e-4, True)],
 )
 def test_a_held_out_cost_above_the_tolerance_is_noted(part: str, tolerance: float, above: bool) -> None:
     model, same = decided(), {"input_ids": torch.full((16, 24), 7)}
     data, held_out = own_words(model, same), own_words(model, ids(16, 24, 5))
     done = rw.compress(model, [data], tolerance=tolerance, parts=part, held_out=[held_out])
-    cost = {"qk": done.kl, "kv": done.output_kl}.get(part, done.loss_after / done.loss_before - 1)
+    cost = {"width": done.attention_kl, "kv": done.output_kl}.get(
+        part, done.loss_after / done.loss_before - 1
+    )
     assert (cost > tolerance) == above
     said = f"{part}: the cost on held-out data is {cost:.3g}, above the tolerance {tolerance:g}."
     assert [note for note in done.notes if "above the tolerance" in note] == [said] * above
 
 
-@pytest.mark.parametrize(("parts", "family"), [(("heads", "qk"), "gpt2"), (("heads", "rotary"), "llama")])
-def test_heads_keep_their_numbers_and_removed_heads_are_listed(parts: tuple[str, str], family: str) -> None:
+@pytest.mark.parametrize("family", NARROWED)
+def test_heads_keep_their_numbers_and_removed_heads_are_listed(family: str) -> None:
+    parts = ("heads", "width")
     make = gpt2 if family == "gpt2" else lambda: llama(2)
     done = rw.compress(
         make(), [{**ids(8, 30), "labels": ids(8, 30)["input_ids"]}], keep=dict.fromkeys(parts, 0.6)
@@ -287,12 +294,16 @@ def test_heads_keep_their_numbers_and_removed_heads_are_listed(parts: tuple[str,
     assert {(site, int(head)) for site, _, heads in listed for head in heads.split(", ")} == gone
 
 
-@pytest.mark.parametrize(("part", "family"), [*SOME, ("rotary and kv", "neox"), ("heads", "llama")])
+@pytest.mark.parametrize(("part", "family"), [*SOME, ("width and kv", "neox"), ("heads", "llama")])
 def test_a_change_is_undone_exactly_and_applied_again(part: str, family: str) -> None:
     keep, families = FOUND[part]
     model, changes = families[family](), []
     for name, share in keep.items():
-        changes.append(solve_part(name, Job(model, [ids(8, 30)], [ids(8, 30)], keep=share)).change)
+        changes.append(
+            solve_part(
+                name, Job(model, find_part(name, model, BATCH), [ids(8, 30)], [ids(8, 30)], keep=share)
+            ).change
+        )
         changes[-1].apply()
     changed, cache = in_steps(model, BATCH)
     for change in reversed(changes):
@@ -329,8 +340,8 @@ def test_half_precision_stays_half_precision(part: str, family: str) -> None:
     done = rw.compress(model, [ids(8, 30)], keep=keep)
     assert not done.left_out
     assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
-    exact = compressed(part, family).done.kl  # rounding of 2⁻⁸ of logits of some units
-    assert part not in ("qk", "rotary") or done.kl == pytest.approx(exact, rel=0.2)
+    exact = compressed(part, family).done.attention_kl  # rounding of 2⁻⁸ of logits of some units
+    assert part != "width" or done.attention_kl == pytest.approx(exact, rel=0.2)
     whole, stepped = output(model, BATCH).float(), in_steps(model, BATCH)[0].float()
     assert float((stepped - whole).norm() / whole.norm()) < LOW
 
@@ -350,15 +361,14 @@ def test_nan_is_refused_by_name(part: str, family: str) -> None:
     assert not own_modules(model)
 
 
-@pytest.mark.parametrize("part", ["qk", "rotary", "kv"])
-def test_too_little_text_is_refused_and_little_text_is_noted(part: str) -> None:
-    make = gpt2 if part == "qk" else llama
+@pytest.mark.parametrize(("part", "make"), [("width", gpt2), ("width", llama), ("kv", llama)])
+def test_too_little_text_is_refused_and_little_text_is_noted(part: str, make: Make) -> None:
     with pytest.raises(CompressionError, match="Give more text"):
         rw.compress(make(), [ids(1, 3)], keep={part: 0.5})
-    done = rw.compress(make(), [ids(1, 6 if part == "qk" else 20)], keep={part: 0.5}, calibrate=1)
-    if part != "rotary":
+    done = rw.compress(make(), [ids(1, 6 if make is gpt2 else 20)], keep={part: 0.5}, calibrate=1)
+    if (part, make) != ("width", llama):
         assert any("do not span all their directions" in note for note in done.notes)
-    assert any("for qk and rotary alone" in note for note in done.notes) == (part == "kv")
+    assert any("for width alone" in note for note in done.notes) == (part == "kv")
 
 
 @pytest.mark.parametrize(("part", "family"), SOME)

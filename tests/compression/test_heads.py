@@ -35,7 +35,7 @@ from torch import nn
 
 import rankwise as rw
 from rankwise.compression import compress, heads_find, save_compressed
-from rankwise.compression.heads_find import find_removable_heads, removal, zeroed
+from rankwise.compression.heads_find import find, removal, zeroed
 from rankwise.compression.heads_modules import CutLinear, EmptyLinear, LayerConfig, RemovedHeads, build
 from rankwise.errors import CompressionError
 
@@ -59,7 +59,7 @@ def own_words(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, tor
 
 def removed(model: nn.Module, batch: dict[str, torch.Tensor], plan: list[set[int]]) -> torch.Tensor:
     """Remove units by hand, and return the output with these units set to zero."""
-    sites, _ = find_removable_heads(model, batch)
+    sites, _ = find(model, batch)
     named = {site.name: units for site, units in zip(sites, plan, strict=False)}
     with zeroed(model, sites, named):
         expected = output(model, batch)
@@ -89,7 +89,7 @@ def test_removed_heads_are_heads_at_zero(family: str, plan: str) -> None:
     model, batch = ALL[family](), BATCH
     if family == "Bart":
         batch = {**batch, "decoder_input_ids": ids(2, 9, seed=3)["input_ids"]}
-    layers, skipped = find_removable_heads(model, batch)
+    layers, skipped = find(model, batch)
     assert not skipped
     assert len(layers) == {"Albert": 1, "llama": 1, "Bart": 3}.get(family, 2)
     units = [own & set(range(layer.units)) for own, layer in zip(PLANS[plan], layers, strict=False)]
@@ -175,7 +175,7 @@ def test_grouped_queries_are_removed_with_their_keys() -> None:
 @pytest.mark.parametrize("family", [family for family in WITH_HEADS if family != "bert"])
 def test_a_layer_without_heads_generates_with_its_cache(family: str) -> None:
     model: Any = WITH_HEADS[family]()
-    units = find_removable_heads(model, BATCH)[0][0].units
+    units = find(model, BATCH)[0][0].units
     removed(model, BATCH, [set(range(units)), {0}])
     whole = output(model, BATCH)
     assert float((in_steps(model, BATCH)[0] - whole).abs().max()) < 1e4 * EPS * float(whole.abs().max())
@@ -265,7 +265,7 @@ def test_errors_of_attention_with_fewer_heads_are_reasons(
     monkeypatch.setattr(heads_find, "removal", failing)
     reason = "does not compute with fewer heads: wrong size" if error in REASONS else "wrong size"
     with pytest.raises(CompressionError if error in REASONS else error, match=reason):
-        find_removable_heads(gpt2(), BATCH)
+        find(gpt2(), BATCH)
 
 
 @pytest.mark.parametrize(
@@ -309,7 +309,7 @@ def test_fewer_heads_run_with_masks_caches_and_eager_attention(family: str, remo
     if removing == "heads and kv" and family != "Falcon":
         compress(model, [ids(8, 30)], keep={"heads": 0.75, "kv": 0.9})
     else:
-        units = find_removable_heads(model, BATCH)[0][0].units
+        units = find(model, BATCH)[0][0].units
         removed(model, BATCH, [{1} if removing == "one" else set(range(units))])
     whole, padded = output(model, BATCH), output(model, masked())
     bound = 1e4 * EPS * float(whole.abs().max())

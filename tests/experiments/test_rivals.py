@@ -8,9 +8,8 @@ from tests.compression.compression_cases import bert, ids, llama
 from tests.compression.test_qk import head
 
 from rankwise.cli.load_model import demo_text
-from rankwise.compression import rotary_find
-from rankwise.compression.qk_statistics import collect_statistics
-from rankwise.compression.rotary_solve import greedy_orders, whole_factors
+from rankwise.compression.width_factors import greedy_orders, whole_factors
+from rankwise.compression.width_find import collect_statistics
 from rankwise.measures.logits import LogitBases, logit_bases
 
 
@@ -38,9 +37,7 @@ def test_our_bases_cost_least_attention_on_the_data_they_are_of() -> None:
 
 def test_greedy_pairs_cost_less_than_random_pairs() -> None:
     model, batch = llama(), ids(6, 30)
-    layers = collect_statistics(
-        model, rotary_find.find_layers(model, batch, rotary_find.read_rotations)[0], [batch]
-    )
+    layers = collect_statistics(model, find_layers(model, batch)[0], [batch])
     wholes = [whole_factors(layer) for layer in layers]
     orders = [greedy_orders(layer, whole, 0) for layer, whole in zip(layers, wholes, strict=True)]
     costs = {

@@ -245,7 +245,7 @@ def importance_of(model: nn.Module) -> Any:
 
 def compressed(model: nn.Module) -> Any:
     model = copy.deepcopy(model)
-    return rw.compress(model, [TEXT], keep={"qk": 0.5, "kv": 0.5}).model_dump_json()
+    return rw.compress(model, [TEXT], keep={"width": 0.5, "kv": 0.5}).model_dump_json()
 
 
 def certified(model: nn.Module) -> Any:
@@ -609,7 +609,7 @@ USES: dict[str, Callable[[nn.Module, Any], object]] = {
     ),
     "λ-skips": lambda model, _: rw.add_lambda_skip(model),
     "compression with latency": lambda model, batch: rw.compress(
-        model, [batch], parts=("rotary",), keep=0.5, time=True
+        model, [batch], parts="width", keep=0.5, time=True
     ),
 }
 

@@ -44,7 +44,7 @@ def tost(folder: Path) -> PreTrainedModel:
 
 def compressed(folder: Path) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_pretrained(demo_model()).eval()
-    rw.compress(model, [{"input_ids": torch.arange(3, 131)[None]}], keep=0.75, parts=("rotary",))
+    rw.compress(model, [{"input_ids": torch.arange(3, 131)[None]}], keep=0.75, parts="width")
     AutoTokenizer.from_pretrained(demo_model()).save_pretrained(folder)
     return model
 

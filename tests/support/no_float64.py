@@ -154,8 +154,8 @@ def check_compressions() -> None:
     batch = {"input_ids": torch.randint(0, 24, (4, 12), generator=torch.Generator().manual_seed(0))}
     asked: list[tuple[Any, dict[str, Any]]] = [
         (gpt2, {"keep": {"heads": 0.5}}),
-        (gpt2, {"keep": {"qk": 0.5, "kv": 0.4}, "calibrate": 2}),
-        (llama, {"keep": {"rotary": 0.5, "kv": 0.4}}),
+        (gpt2, {"keep": {"width": 0.5, "kv": 0.4}, "calibrate": 2}),
+        (llama, {"keep": {"width": 0.5, "kv": 0.4}}),
     ]
     compress: Any = import_module("rankwise.compression.run")
     compress.check_saveable = lambda model: None  # tensors of the device have no data pointer
@@ -168,7 +168,7 @@ def check_compressions() -> None:
         ours, theirs = found
         assert ours["output_kl"] > 1e-6
         close: dict[str, Any] = {"rtol": 1e-3, "atol": 1e-5, "equal_nan": True}
-        for name in ("kl", "output_kl", "output_error", "loss_before", "loss_after"):
+        for name in ("attention_kl", "output_kl", "output_error", "loss_before", "loss_after"):
             torch.testing.assert_close(ours[name], theirs[name], msg=name, **close)
         for rows, name in (("heads", "width"), ("latents", "rank")):
             assert [row[name] for row in ours[rows]] == [row[name] for row in theirs[rows]]

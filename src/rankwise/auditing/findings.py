@@ -328,8 +328,8 @@ def duplicate_heads(measured: Measured) -> Iterator[Finding]:
 
 @rule(
     "OVERSIZED_HEADS", about="mixer", decided_by="heads", worse="neither", shown_by="required_head_dim",
-    remedy=f"`{{compress --parts qk,rotary --tolerance {WIDTH_TOLERANCE:g} --out NAME-narrow | rw.compress("
-    f'model, batches, parts=("qk", "rotary"), tolerance={WIDTH_TOLERANCE:g})}}`',
+    remedy=f"`{{compress --parts width --tolerance {WIDTH_TOLERANCE:g} --out NAME-narrow | rw.compress("
+    f'model, batches, parts="width", tolerance={WIDTH_TOLERANCE:g})}}`',
 )  # fmt: skip
 def oversized_heads(measured: Measured) -> Iterator[Finding]:
     """Find heads that require at least 1 but at most 40 % of their channels; untrained heads require 0."""

@@ -334,7 +334,7 @@ class Run:
         mixers = [self.model.get_submodule(mixer.site) for mixer in self.statistics.heads]
         of_torch = (any(isinstance(own, nn.MultiheadAttention) for own in site.modules()) for site in mixers)
         if mixers and all(of_torch):
-            measured["refused"] = dict.fromkeys(("heads", "qk,rotary"), OF_PARAMETERS)
+            measured["refused"] = dict.fromkeys(("heads", "width"), OF_PARAMETERS)
         measured |= {} if "weights" in given else {"weights": weights_digest(self.model)}
         parts = [f"measured: {part}, spread evenly" for part in self.measured_in_part]
         notes = list(

@@ -53,8 +53,8 @@ def verdict_of(audit: "Audit") -> Verdict:
             actions.setdefault(finding.code, where + finding.remedy)
     if {"REMOVABLE", "OVERSIZED_HEADS"} <= actions.keys():  # a compressed model cannot be compressed again
         del actions["OVERSIZED_HEADS"]
-        both = actions["REMOVABLE"].replace("--parts heads", "--parts heads,qk,rotary")
-        actions["REMOVABLE"] = both.replace('parts="heads"', 'parts=("heads", "qk", "rotary")')
+        both = actions["REMOVABLE"].replace("--parts heads", "--parts heads,width")
+        actions["REMOVABLE"] = both.replace('parts="heads"', 'parts=("heads", "width")')
     known = sorted(dict.fromkeys(actions.values()), key=lambda action: LINEAR in action)
     no_action: list[str] = []
     if not severe and not actions:

@@ -2,7 +2,7 @@
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -182,16 +182,11 @@ def command(
     cluster = dict.fromkeys(() if ray is None else ("device", "device_map", "offload_folder"))
     for model_job in jobs:
         check_loading(model_job.model, **model_job.loading | cluster)  # a cluster has other devices
+    if gpus is None:
+        gpus = float((device or "").startswith("cuda"))
+    on_ray = partial(run_on_ray, address=ray or None, cpus=1 if cpus is None else cpus, gpus=gpus)
     with output.show_progress() as say:
-        if ray is None:
-            runner = partial(run_here, say=say)
-        else:
-            default = float((device or "").startswith("cuda"))
-            reserved: dict[str, Any] = {
-                "cpus": 1 if cpus is None else cpus,
-                "gpus": default if gpus is None else gpus,
-            }
-            runner = partial(run_on_ray, address=ray or None, **reserved)
+        runner = partial(run_here, say=say) if ray is None else on_ray
         by_folder, error = audit_many(jobs, out, runner, resume=resume)
     output.exit_if_found(by_folder.values(), codes, error)
 

@@ -78,12 +78,12 @@ def audit_many(
     names |= _new_folders(pending, {*names.values(), *others})
     shards: dict[AuditJob, Audit] = {}
     for job in pending:
-        for shard in (part for part in job.parts if part != job):
+        for shard in (shard for shard in job.parts if shard != job):
             names[shard] = f"{names[job]}/shard-{(shard.shards or '').replace('/', '-of-')}"
             audit = _saved(out / names[shard] / "audit.json") if resume else None
             if audit is not None and _find(shard, {names[shard]: audit}):
                 shards[shard] = audit
-    tasks = [part for job in pending for part in job.parts if part not in shards]
+    tasks = [task for job in pending for task in job.parts if task not in shards]
     partial: dict[str, Audit] = {}
     failures: dict[AuditJob, RankwiseError] = {}
     interrupted = False

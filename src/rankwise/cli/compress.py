@@ -3,21 +3,17 @@
 import json
 import shlex
 import shutil
-import warnings
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from rankwise._internals.files import check_unused
 from rankwise.cli import options
-from rankwise.compression import PARTS
+from rankwise.compression import DEFAULT_PARTS, PARTS
 from rankwise.errors import INTERRUPTED, CompressionError, InputError
-
-if TYPE_CHECKING:
-    from torch import nn
 
 SENTENCE_FILES = ("modules.json", "config_sentence_transformers.json", "sentence_bert_config.json")
 """Files of sentence-transformers: the list of modules after the model, and how texts are read."""
@@ -36,7 +32,7 @@ finished layers.
 [bold]Examples[/bold]
 
   rankwise compress gpt2 --text book.txt --keep 0.5 --out gpt2-half
-  rankwise compress ./my-bert --text train.jsonl --tolerance 0.01 --calibrate 200
+  rankwise compress ./my-bert --text train.jsonl --tolerance 0.01 --calibration-steps 200
   rankwise compress ./my-llama --text book.txt --keep heads=0.9 --keep kv=0.5
   rankwise compress ./my-vit --images photos/ --keep 0.75
 """
@@ -54,18 +50,24 @@ def command(
     tolerance: Annotated[
         list[str] | None,
         typer.Option(
-            help="Largest cost, instead of --keep, for all parts or one part (qk=0.01): KL of the attention "
-            "in nats for qk and rotary, KL of the outputs in nats for kv, share of the loss for heads."
+            help="Largest cost, instead of --keep, for all parts or one part (width=0.01): KL of the "
+            "attention in nats for width, KL of the outputs in nats for kv, share of the loss for heads."
         ),
     ] = None,
     parts: Annotated[
-        str | None, typer.Option(help=f"Parts, separated by commas: {', '.join(PARTS)}; by default qk.")
+        str | None,
+        typer.Option(
+            help=f"Parts, separated by commas: {', '.join(PARTS)}; by default {' and '.join(DEFAULT_PARTS)}, "
+            "if the model allows them."
+        ),
     ] = None,
-    calibrate: Annotated[int, typer.Option(min=0, help="Steps of Adam per layer, for qk and rotary.")] = 0,
+    calibration_steps: Annotated[int, typer.Option(min=0, help="Steps of Adam per layer, for width.")] = 0,
     tokens: options.Tokens = 256,
     sequences: Annotated[int, typer.Option(min=1, help="Calibrate on this many, and hold out as many.")] = 32,
     batch_size: options.BatchSize = 8,
-    time: Annotated[bool, typer.Option("--time", help="Measure latency before and after.")] = False,
+    time: Annotated[
+        bool, typer.Option("--time", help="Measure seconds per decoding step, or per pass, before and after.")
+    ] = False,
     seed: options.Seed = 0,
     dtype: options.Dtype = "auto",
     device: options.Device = None,
@@ -98,12 +100,19 @@ def command(
         )
         sizes: dict[str, Any] = {"tokens": tokens, "sequences": 2 * sequences, "batch_size": 2 * batch_size}
         batches, held_out, notes = _data(subject, sizes, text=text, images=images, dataset=dataset)
-        with output.show_progress() as on_step, warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*became slower")  # the record notes it as well
+        with output.show_progress() as on_step:
             record = compress(
-                subject.model, batches, shares, tolerances, names, calibrate=calibrate,
-                held_out=held_out or None, time=time, seed=seed, on_step=on_step,
-            )  # fmt: skip
+                subject.model,
+                batches,
+                shares,
+                tolerances,
+                names,
+                calibrate=calibration_steps,
+                held_out=held_out or None,
+                time=time,
+                seed=seed,
+                on_step=on_step,
+            )
         about = {
             **record.about,
             "command": output.command_line(),
@@ -121,8 +130,8 @@ def command(
         )
         subject.restore_use_cache()
         if not structure_of(subject.model).changes:
-            parts_of_notes = tuple(f"{part}: " for part in record.parts)
-            advice = " ".join(note for note in record.notes if note.startswith(parts_of_notes))
+            starts = tuple(f"{name}: " for name in record.parts)
+            advice = " ".join(note for note in record.notes if note.startswith(starts))
             option = "--tolerance heads=" if isinstance(tolerances, dict) else "--tolerance "
             fix = f"{advice.replace('`tolerance` ', option)} Nothing was written."
             got = "nothing, at the given targets"
@@ -139,49 +148,21 @@ def command(
             raise typer.Exit(INTERRUPTED)
 
 
-def refusal(model: "nn.Module", batch: Any, parts: str) -> str:
-    """Return why this command refuses the parts of a model; an empty string if it changes some layers."""
-    from rankwise.compression.heads_find import NOT_FEWER, find_removable_heads
-    from rankwise.compression.qk_find import find_query_key_layers
-    from rankwise.compression.rotary_find import find_rotary_layers
-    from rankwise.compression.save import check_saveable, structure_of
-    from rankwise.skips import skips_of
-
-    if skips_of(model):
-        return "it has λ-skips"
-    if structure_of(model).changes:
-        return "it is compressed already"
-    finds = {"heads": find_removable_heads, "qk": find_query_key_layers, "rotary": find_rotary_layers}
-    reason = ""
-    try:
-        check_saveable(model)
-    except CompressionError as error:
-        return error.got
-    for part in parts.split(","):
-        try:
-            finds[part](model, batch)
-            return ""
-        except CompressionError as error:  # the command reports it in the same words
-            reason, short, _ = error.got.partition(NOT_FEWER)
-            reason += short
-    return reason
-
-
 def _target(option: str, values: list[str] | None) -> float | dict[str, float] | None:
     """Return the number of an option, or a dict of its numbers per part; None if the option is not used."""
     numbers: dict[str, float] = {}
     for value in values or ():
-        part, named, number = value.rpartition("=")
+        name, named, number = value.rpartition("=")
         try:
-            given = float(number if part or not named else value)
+            given = float(number if name or not named else value)
         except ValueError:
             fix = f"For example: {option} 0.5, or {option} heads=0.9 {option} kv=0.5."
             expected = "a number, or PART=NUMBER"
             raise InputError(option, expected=expected, got=value, fix=fix) from None
-        if part in numbers or (numbers and "" in {part, *numbers}):
+        if name in numbers or (numbers and "" in {name, *numbers}):
             expected, got = "one number, or one PART=NUMBER per part", " and ".join(values or ())
             raise InputError(option, expected=expected, got=got, fix="Omit the others.")
-        numbers[part] = given
+        numbers[name] = given
     return numbers.get("", numbers or None)
 
 
@@ -194,9 +175,9 @@ def _data(subject: Any, sizes: dict[str, Any], **named: Any) -> tuple[list[Any],
         half = (len(every) + 1) // 2
         return every[:half], every[half:], []
     inputs = load_data(subject, **named, **sizes)
-    own, others = split_held_out(list(inputs.batches))
-    note = "every other sequence was held out" if others else "one sequence, none was held out"
-    return own, others, [f"Data: {inputs.data}; {note}.", *inputs.notes]
+    calibration, held_out = split_held_out(list(inputs.batches))
+    note = "every other sequence was held out" if held_out else "one sequence, none was held out"
+    return calibration, held_out, [f"Data: {inputs.data}; {note}.", *inputs.notes]
 
 
 def _copy_side_files(source: str, revision: str, folder: Path) -> list[str]:
@@ -206,9 +187,9 @@ def _copy_side_files(source: str, revision: str, folder: Path) -> list[str]:
 
     def copy(name: str) -> None:
         with suppress(OSError):
-            found = cached_file(source, name, revision=revision, _raise_exceptions_for_missing_entries=False)
-            if found:
-                shutil.copyfile(found, folder / name)
+            file = cached_file(source, name, revision=revision, _raise_exceptions_for_missing_entries=False)
+            if file:
+                shutil.copyfile(file, folder / name)
 
     for kind in (AutoTokenizer, AutoImageProcessor):
         with suppress(Exception):  # a model has at most one of the two

@@ -310,8 +310,8 @@ def _open_dataset(name: str, config: str, split: str) -> Any:
 
 
 def _preferred_split(names: Iterable[str]) -> str:
-    known = list(names)
-    return next((name for name in ("validation", "test", "train") if name in known), known[0])
+    splits = list(names)
+    return next((name for name in ("validation", "test", "train") if name in splits), splits[0])
 
 
 def split_held_out(batches: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -321,5 +321,5 @@ def split_held_out(batches: list[Any]) -> tuple[list[Any], list[Any]]:
         size = batch_size(batch)
         return map_tensors(batch, lambda x: (x[first::2] if x.dim() and len(x) == size else x).clone())
 
-    own, others = ([half(x, first) for x in batches if batch_size(x) > first] for first in (0, 1))
-    return own, others
+    kept, held_out = ([half(x, first) for x in batches if batch_size(x) > first] for first in (0, 1))
+    return kept, held_out

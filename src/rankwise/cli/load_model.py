@@ -81,13 +81,13 @@ class LoadedModel:
     def part_for(self, kind: Literal["text", "vision"]) -> "LoadedModel":
         """Return the part that reads texts or images of a model that needs both, such as CLIP."""
         name = f"{kind}_model"
-        if not self.source or not all(hasattr(self.model, part) for part in ("text_model", "vision_model")):
+        if not self.source or not all(hasattr(self.model, tower) for tower in ("text_model", "vision_model")):
             return self
         note = f"only {name} of {type(self.model).__name__} was audited: the part that reads this data"
         missing = tuple(weight.removeprefix(f"{name}.") for weight in self.random_weights)
-        part = self.model.get_submodule(name)
+        tower = self.model.get_submodule(name)
         notes = [*self.notes, note]
-        return replace(self, model=part, notes=notes, random_weights=missing, is_part=True)
+        return replace(self, model=tower, notes=notes, random_weights=missing, is_part=True)
 
 
 def load_model(
@@ -164,8 +164,8 @@ def _from_factory(path: Path, name: str) -> LoadedModel:
     try:
         module_spec.loader.exec_module(module)
         if not callable(factory := getattr(module, name, None)):
-            known = [key for key, value in vars(module).items() if callable(value) and key[0] != "_"]
-            fix = did_you_mean(name, known)
+            functions = [key for key, value in vars(module).items() if callable(value) and key[0] != "_"]
+            fix = did_you_mean(name, functions)
             raise InputError(subject, expected="a function of that name", got="none", fix=fix)
         result = factory()
     except InputError:
@@ -205,11 +205,6 @@ def _from_transformers(
         model, loading = kind.from_pretrained(spec, **options, **placement)
     except Exception as error:  # transformers raises OSError, ValueError, SafetensorError, KeyError, …
         got, fix = f"{type(error).__name__}: {first_line(error)}", _loading_fix(spec, str(error))
-        if "ignore_mismatched_sizes" in str(error):  # transformers logs the shapes, but does not raise them
-            _, loading = kind.from_pretrained(spec, ignore_mismatched_sizes=True, **options, **placement)
-            name, held, wanted = min(loading["mismatched_keys"])
-            got = f"{name} of shape {tuple(held)}, which is {tuple(wanted)} by config.json"
-            fix = "Set the sizes in config.json to those of the weights."
         raise InputError(f"model {spec}", expected=MODELS, got=got, fix=fix) from error
     if save.structure_of(model).changes:
         save.check_complete(f"model {spec}", loading["missing_keys"])
@@ -242,7 +237,7 @@ def _missing_in_blocks(
     if not missing:
         return []
     name, kind = max(missing, key=len), type(model).__name__
-    if {own for own, _ in model.named_parameters()} <= set(missing):
+    if {weight for weight, _ in model.named_parameters()} <= set(missing):
         prefix = next((key.removesuffix(name) for key in extra if key.endswith(f".{name}")), "")
         got, fix = "none of them", "Check `architectures` in config.json."
         if prefix:
@@ -250,9 +245,9 @@ def _missing_in_blocks(
         raise InputError(subject, expected=f"weights of {kind}, such as {name}", got=got, fix=fix)
     blocks = tuple(f"{block}." for block, rank in block_ranks(model, None).items() if rank < 2)
     output = model.get_output_embeddings()  # type: ignore[operator]
-    for own, module in model.named_modules():
+    for path, module in model.named_modules():
         if isinstance(module, nn.Embedding) or module is output:
-            blocks += (f"{own}.",)
+            blocks += (f"{path}.",)
     if inside := [weight for weight in missing if weight.startswith(blocks)]:
         said = f"{len(inside)} weights of blocks or embeddings are not in the checkpoint and random, such as "
         print(f"rankwise: warning: {subject}: {said}{inside[0]}", file=sys.stderr)
@@ -316,13 +311,7 @@ def _placement(
             raise InputError(option, expected=example, got=str(error), fix=fix) from error
     elif not device_map.startswith(("cpu", "cuda", "mps", "xpu", "npu", "hpu")):
         one_of("--device-map", device_map, DEVICE_MAPS)
-    devices = set(chosen.values()) if isinstance(chosen, dict) else {chosen}.difference(DEVICE_MAPS)
-    for name in devices - {"disk"}:
-        check_device(f"cuda:{name}" if isinstance(name, int) else str(name), "--device-map")
     if offload_folder is None:
-        if "disk" in devices:
-            expected = "--offload-folder for the weights on the disk"
-            raise InputError(option, expected=expected, got="none", fix="Pass a folder.")
         return {"device_map": chosen}
     writable_folder(offload_folder, "--offload-folder")
     return {"device_map": chosen, "offload_folder": str(offload_folder)}

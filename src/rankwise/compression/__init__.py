@@ -1,4 +1,4 @@
-"""Make trained models smaller in place: narrow queries and keys, remove heads, shrink the cache.
+"""Make trained models smaller in place: remove heads, narrow queries and keys, shrink the cache.
 
 Names are imported on first use, so that records can be loaded without torch. The import of `load_compressed`
 or `save_compressed` lets ``from_pretrained`` of transformers load compressed models.
@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING
 from rankwise._internals.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from rankwise.compression.record import (
+    from rankwise.compression.records import (
         BudgetCurve,
         BudgetPoint,
         Compression,
         HeadWidth,
-        Latency,
         LatentRank,
-        LayerPrice,
+        LayerCost,
     )
     from rankwise.compression.run import compress
     from rankwise.compression.save import load_compressed, save_compressed
@@ -26,18 +25,17 @@ __all__ = [
     "BudgetPoint",
     "Compression",
     "HeadWidth",
-    "Latency",
     "LatentRank",
-    "LayerPrice",
+    "LayerCost",
     "compress",
     "load_compressed",
     "save_compressed",
 ]
 
 
-PARTS = ("heads", "qk", "rotary", "kv")
-"""Parts, in the order in which they are done; each has a module ``<part>_solve`` with a function `solve`."""
-NARROWS = ("qk", "rotary")
-"""Parts that narrow queries and keys: a layer is left out if each of these that was done skips it."""
+PARTS = ("heads", "width", "kv")
+"""Parts, in the order in which they are done. Each has the modules ``<part>_find`` and ``<part>_solve``."""
+DEFAULT_PARTS = ("width", "kv")
+"""Parts that are done if none is named and the model allows them; removed heads cost more."""
 
 __getattr__, __dir__ = lazy_names(__name__)

@@ -5,8 +5,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Literal
+from statistics import median
+from typing import Any
 
 import torch
 from jaxtyping import Float64
@@ -18,6 +18,7 @@ from rankwise._internals.forward import (
     batch_size,
     config_value,
     device_of,
+    drop_unused_labels,
     first_sequences,
     run_model,
     tensors_in,
@@ -25,26 +26,19 @@ from rankwise._internals.forward import (
 )
 from rankwise._internals.linalg import as_float64
 from rankwise._internals.torch_private import preserve_state
-from rankwise.auditing.text_inputs import positions_of
-from rankwise.compression.layers import output_and_mask, relative_error
-from rankwise.compression.record import Latency
+from rankwise.compression.trials import output_and_mask, relative_error
 from rankwise.errors import first_line
-from rankwise.importance.losses import real_outputs, real_tokens
+from rankwise.importance import ImportanceSettings
+from rankwise.importance.choose_loss import choose_loss
+from rankwise.importance.losses import IGNORE_INDEX, LabelLoss, Loss, LossBatch, logits_of, real_outputs
 from rankwise.tracing import CapturedMixer, CapturedState, capture
 
 SEQUENCES = 16
 """Maximum number of sequences on which outputs are compared."""
 CACHE_TOKENS = 8
 """Number of tokens for which the size of the cache is measured."""
-SECONDS = 3.0
-"""Seconds spent on each latency; at least five rounds are run, and the first does not count."""
-ROUNDS = 25
-STEPS = ROUNDS + 1
-"""Maximum number of tokens that timed decoding adds to its cache."""
-LENGTHS = (4, 1)
-"""The timed lengths are the longest length divided by these."""
-LONGEST = 512
-"""Maximum number of tokens of the longest timed length."""
+ROUNDS = 16
+"""Number of rounds in which both models are timed in turns; the first round warms up."""
 
 
 @dataclass
@@ -93,11 +87,11 @@ def evaluate(
     new.fields["output_kl"] = output_kl(pair(batch) for batch in compared_batches(batches))
     new.fields["output_error"] = relative_error(new.output, old.output)
     if timed:
-        on_step("measuring latency")
+        on_step("measuring time")
         try:
-            new.fields["latency"], new.notes = measure_latency(model, batches[0], changes)
+            new.fields |= measure_seconds(model, batches[0], changes)
         except Exception as error:
-            new.notes = [f"Latency was not measured: {type(error).__name__}: {first_line(error)}."]
+            new.notes = [f"Time was not measured: {type(error).__name__}: {first_line(error)}."]
     return new
 
 
@@ -134,9 +128,9 @@ def snapshot(model: nn.Module, batches: list[Any], when: str) -> Snapshot:
     output, real = output_and_mask(model, batches[0])
     task = measure_task(model, batches)
     fields = {
-        f"loss_{when}": task.loss,
-        f"metric_{when}": task.accuracy,
-        "metric": task.metric,
+        f"loss_{when}": task["loss"],
+        f"metric_{when}": task["accuracy"],
+        "metric": task["metric"],
         f"parameters_{when}": sum(parameter.numel() for parameter in model.parameters()),
         f"cache_bytes_{when}": cache_bytes(model, batches[0]),
     }
@@ -198,169 +192,79 @@ def cache_bytes(model: nn.Module, batch: Any) -> int:
 # --- loss and accuracy -----------------------------------------------------------------------------------
 
 
-@dataclass
-class Task:
-    """Sums of losses and correct predictions over batches."""
+def measure_task(model: nn.Module, batches: list[Any]) -> dict[str, Any]:
+    """Return the mean loss of labels or next tokens, and the share of labels that are predicted correctly.
 
-    loss_sum: float = 0.0
-    targets: int = 0
-    correct: int = 0
-    labels: int = 0
-    """Class labels that accuracy counts."""
-    metric: Literal["", "accuracy", "token accuracy"] = ""
-
-    @property
-    def loss(self) -> float:
-        """Mean loss per label or next token; NaN without any."""
-        return self.loss_sum / self.targets if self.targets else math.nan
-
-    @property
-    def accuracy(self) -> float:
-        """Share of correct predictions; NaN without class labels."""
-        return self.correct / self.labels if self.labels else math.nan
-
-
-def measure_task(model: nn.Module, batches: list[Any]) -> Task:
-    """Return loss and accuracy on batches with ``labels``; for other batches, a decoder's next-token loss."""
-    task = Task()
-    for batch in batches:
-        if not isinstance(batch, dict):
-            continue
-        labelled = isinstance(batch.get("labels"), Tensor)
-        if labelled or ("input_ids" in batch and is_decoder(model)):
-            with torch.no_grad():
-                out = run_model(model, batch)
-            if labelled:
-                _add_labels(task, out, batch["labels"], is_decoder(model))
-            else:
-                _add_next_tokens(task, out, batch)
-    return task
-
-
-def _add_labels(task: Task, out: Any, labels: Tensor, decoder: bool) -> None:
-    loss, logits = getattr(out, "loss", None), getattr(out, "logits", None)
-    shifted = decoder and labels.dim() == 2  # nothing predicts the first token
-    count = int(((labels[:, 1:] if shifted else labels) != -100).sum())
-    if loss is not None and count:
-        task.loss_sum, task.targets = task.loss_sum + float(loss) * count, task.targets + count
-    if not isinstance(logits, Tensor) or labels.is_floating_point() or logits.shape[:-1] != labels.shape:
-        return
-    if shifted:
-        logits, labels = logits[:, :-1], labels[:, 1:]
-    real = labels != -100
-    task.correct += int((logits.argmax(-1) == labels)[real].sum())
-    task.labels += int(real.sum())
-    task.metric = "accuracy" if labels.dim() == 1 else "token accuracy"
-
-
-def _add_next_tokens(task: Task, out: Any, batch: dict[str, Any]) -> None:
-    logits, ids = getattr(out, "logits", None), batch["input_ids"]
-    if logits is None:
-        return
-    real = real_tokens(batch, ids.shape)
-    pairs = real[:, 1:] & real[:, :-1]
-    task.loss_sum += float(F.cross_entropy(logits[:, :-1][pairs].float(), ids[:, 1:][pairs], reduction="sum"))
-    task.targets += int(pairs.sum())
-
-
-# --- latency ---------------------------------------------------------------------------------------------
-
-
-def measure_latency(model: nn.Module, batch: Any, changes: list[Change]) -> tuple[list[Latency], list[str]]:
-    """Time prefill at two lengths and, for decoders, decoding of one token after each; return also notes.
-
-    A decoder fills its cache up to each length; a length without room for the decoded tokens is not timed.
+    The loss is the loss of `rankwise.importance`. Numbers are NaN if the model predicts neither.
     """
-    found, notes = [], []
-    for inputs, tokens in _inputs(model, batch):
-        run = partial(run_model, model, inputs)
-        found.append(_alternate("prefill", tokens, run, run, model, changes))
-        if isinstance(inputs, dict) and is_decoder(model):
-            if tokens <= STEPS:
-                notes.append(
-                    f"Decoding at a length of {tokens} tokens was not timed: {STEPS} of them are decoded, "
-                    "and none is left for the cache."
-                )
-                continue
-            found.append(_time_decoding(model, inputs["input_ids"][:, : tokens - STEPS], changes))
-    return found, notes
-
-
-def _inputs(model: nn.Module, batch: Any) -> list[tuple[Any, int]]:
-    """Return one sequence of ids at two lengths; for other data, the first sequence and the whole batch."""
-    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
-    if ids is None:
-        return [(first_sequences(batch, 1), 1), (batch, batch_size(batch))]
-    positions = positions_of(getattr(model, "config", None))
-    # RoBERTa and OPT reserve two positions for padding.
-    longest = positions - 2 if positions is not None and positions > 4 else LONGEST
-    given = {"input_ids": ids}
-    if "attention_mask" in batch:
-        given["attention_mask"] = torch.ones_like(ids)
-    decoded = batch.get("decoder_input_ids", batch.get("labels"))
-    if config_value(model, "is_encoder_decoder") and isinstance(decoded, Tensor) and decoded.dim() == 2:
-        given["decoder_input_ids"] = decoded.clamp(min=0)  # ignored labels are -100
-    lengths = [max(2, min(longest, LONGEST) // divisor) for divisor in LENGTHS]
-    return [
-        ({name: own[:1, torch.arange(tokens) % own.shape[1]] for name, own in given.items()}, tokens)
-        for tokens in lengths
+    total = count = correct = labelled = 0.0
+    metric = ""
+    inputs = [drop_unused_labels(model, batch)[0] for batch in batches]
+    given = [
+        LossBatch(x, batch, number) for number, (x, batch) in enumerate(zip(inputs, batches, strict=True))
     ]
+    loss: Loss | None = None
+    for batch in given:
+        with torch.no_grad():
+            output = run_model(model, batch.batch)
+            if loss is None:
+                loss = choose_loss(model, batch, output, ImportanceSettings())
+                if loss.compares_outputs:
+                    break
+                loss.check(given, output)
+            losses = loss.read(output, batch)
+        total, count = total + float(losses.total.sum()), count + float(losses.count.sum())
+        if isinstance(loss, LabelLoss) and loss.given is not None and loss.given(batch) is not None:
+            labels = loss.labels(batch)
+            assert labels is not None
+            predicted = logits_of(output).argmax(-1)[:, : labels.shape[1]] if labels.dim() > 1 else None
+            predicted = logits_of(output).argmax(-1) if predicted is None else predicted
+            real = labels != IGNORE_INDEX
+            correct, labelled = correct + int((predicted == labels)[real].sum()), labelled + int(real.sum())
+            metric = "accuracy" if labels.dim() == 1 else "token accuracy"
+    return {
+        "loss": total / count if count else math.nan,
+        "accuracy": correct / labelled if labelled else math.nan,
+        "metric": metric,
+    }
 
 
-def _time_decoding(model: nn.Module, ids: Tensor, changes: list[Change]) -> Latency:
-    """Time steps of decoding; the original and the compressed model each continue their own cache."""
-
-    def fill() -> Any:
-        return run_model(model, {"input_ids": ids, "use_cache": True}).past_key_values
-
-    def step(cache: Any) -> Any:
-        # not `run_model`, which would copy the cache within the measured time
-        return model(input_ids=ids[:, -1:], past_key_values=cache, use_cache=True)
-
-    with torch.no_grad():
-        new = fill()
-        with original(changes):
-            old = fill()
-    return _alternate("decode", ids.shape[1], partial(step, old), partial(step, new), model, changes)
+# --- time ------------------------------------------------------------------------------------------------
 
 
-def _alternate(
-    phase: Literal["prefill", "decode"],
-    tokens: int,
-    before: Callable[[], Any],
-    after: Callable[[], Any],
-    model: nn.Module,
-    changes: list[Change],
-) -> Latency:
-    """Time the compressed and the original model in alternating rounds."""
-    device = device_of(model)
+def measure_seconds(model: nn.Module, batch: Any, changes: list[Change]) -> dict[str, Any]:
+    """Return the time of a decoding step of a decoder, or of a pass of another model, before and after.
+
+    A decoder reads all tokens of the first sequence but one, and is timed on the last.
+    """
+    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    if ids is not None and ids.shape[1] > 1 and is_decoder(model):
+
+        def prepare() -> dict[str, Any]:
+            cache = run_model(model, {"input_ids": ids[:1, :-1], "use_cache": True}).past_key_values
+            return {"input_ids": ids[:1, -1:], "past_key_values": cache, "use_cache": True}
+
+        timed = f"decoding step after {ids.shape[1] - 1} tokens"
+    else:
+        prepare, timed = lambda: batch, "pass"
+    device, seconds = device_of(model), {"before": list[float](), "after": list[float]()}
 
     def now() -> float:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         return time.perf_counter()
 
-    def seconds(run: Callable[[], Any]) -> float:
-        start = now()
-        run()
-        return now() - start
+    def run(when: str) -> None:
+        inputs = prepare()
+        started = now()
+        # not `run_model`, which would copy the cache within the measured time
+        model(**inputs) if isinstance(inputs, Mapping) else run_model(model, inputs)
+        seconds[when].append(now() - started)
 
-    old: list[float] = []
-    new: list[float] = []
-    started = time.perf_counter()
     with torch.inference_mode(), preserve_state(model):
-        while len(old) < 5 or (len(old) < ROUNDS - 2 and time.perf_counter() - started < SECONDS):
-            new.append(1e3 * seconds(after))
+        for _ in range(ROUNDS):
+            run("after")
             with original(changes):
-                old.append(1e3 * seconds(before))
-    first, second = torch.tensor(old[1:]), torch.tensor(new[1:])
-    ratios = second / first
-    return Latency(
-        phase=phase,
-        tokens=tokens,
-        before=float(first.median()),
-        after=float(second.median()),
-        ratio=float(ratios.median()),
-        low=float(ratios.quantile(0.1)),
-        high=float(ratios.quantile(0.9)),
-    )
+                run("before")
+    medians = {f"seconds_{when}": median(times[1:]) for when, times in seconds.items()}
+    return {"timed": timed, **medians}

@@ -5,7 +5,7 @@ where the layer's code stores the number of heads. A unit is a set of heads that
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,48 +13,51 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from rankwise._internals.forward import (
-    AddedHook,
-    Change,
-    config_value,
-    device_of,
-    first_sequences,
-    run_model,
-    to_device,
-)
+from rankwise._internals.forward import AddedHook, Change, config_value
 from rankwise.compression.evaluate import is_decoder
 from rankwise.compression.heads_modules import CutLinear, RemovedHeads, build
-from rankwise.compression.layers import (
-    Nearby,
+from rankwise.compression.save import pretrained_models
+from rankwise.compression.trials import (
+    Found,
     at_once_and_in_halves,
-    check_finite,
     check_some,
-    is_adapter,
     main_output,
-    nearby,
-    not_linear,
     relative_error,
 )
-from rankwise.compression.qk_modules import runs_of
-from rankwise.compression.save import pretrained_models
+from rankwise.compression.width_modules import runs_of
 from rankwise.errors import first_line
 from rankwise.operators import SoftmaxMixing
-from rankwise.tracing import CapturedMixer, capture, record_calls
+from rankwise.tracing import record_calls
 from rankwise.tracing.projections import (
-    CLOSE,
+    MixerProjections,
     Projection,
-    each_once,
-    find_projection,
+    is_adapter,
     linear_parts,
+    not_linear,
+    observe,
 )
 
 NOT_FEWER = "its own code does not compute with fewer heads"
-SIZE_RULES = 4
-"""Rules for what to change in a layer: 0 nothing, 1 counts of heads, 2 also widths, 3 also its config."""
-OTHER_COUNTS = ("dim", "size", "width", "group")
-"""Parts of names with ``head`` that contain no number of heads."""
-CONFIG_HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head")
-CONFIG_KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
+NAMES = {
+    "heads": ("num_attention_heads", "num_heads", "n_heads", "n_head", "nhead", "num_attn_heads", "heads"),
+    "key heads": ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head_kv", "kv_heads"),
+    "group": ("num_key_value_groups", "num_groups", "n_rep"),
+    "width": (
+        "all_head_size",
+        "embed_dim",
+        "embedding_dim",
+        "hidden_dim",
+        "hidden_size",
+        "inner_dim",
+        "internal_dim",
+        "dim",
+        "d_model",
+        "split_size",
+    ),
+}
+"""Names of attributes of attention layers, and of fields of configurations, that contain the number of heads,
+of key heads, of query heads per key head, and the width of all heads. An attribute is changed if its value
+agrees; a trial shows if this suffices."""
 Plan = dict[str, set[int]]
 """Units to remove, by the name of their layer."""
 
@@ -81,7 +84,6 @@ class HeadProjections:
     """Linear layers that compute queries, keys and values."""
     output: str
     """Linear layer that reads the concatenated heads."""
-    size_rule: int = 0
 
     @property
     def group(self) -> int:
@@ -123,59 +125,41 @@ class HeadProjections:
         self, module: nn.Module, heads: int, value_heads: int
     ) -> tuple[dict[str, int], dict[str, int]]:
         """Return the attributes, and the fields of the configuration, that contain numbers of heads."""
-        numbers = {name: value for name, value in vars(module).items() if type(value) is int}
-        counts = {self.value_heads: value_heads, self.heads: heads}
-        width = self.heads * self.value_width
+        kinds = {
+            "heads": (self.heads, heads),
+            "key heads": (self.value_heads, value_heads),
+            "group": (self.heads // self.value_heads, heads // value_heads),
+            "width": (self.heads * self.value_width, heads * self.value_width),
+        }
         sizes: dict[str, int] = {}
-        for name, value in numbers.items() if self.size_rule >= 1 else ():
-            if value in counts and "head" in name and not any(word in name for word in OTHER_COUNTS):
-                sizes[name] = counts[value]
-            elif "group" in name and value == self.heads // self.value_heads:
-                sizes[name] = heads // value_heads
-        if self.size_rule >= 2:
-            wide = [name for name, value in numbers.items() if value == width > 1 and name not in sizes]
-            sizes |= dict.fromkeys(wide, heads * self.value_width)
         config: dict[str, int] = {}
-        if self.size_rule >= 3:
-            config = {name: heads for name in CONFIG_HEADS if config_value(module, name) == self.heads}
-            keys = [name for name in CONFIG_KEY_HEADS if config_value(module, name) == self.value_heads]
-            config |= dict.fromkeys(keys, value_heads)
+        for kind, (before, after) in kinds.items():
+            sizes |= {name: after for name in NAMES[kind] if vars(module).get(name) == before}
+            if kind != "width":
+                config |= {name: after for name in NAMES[kind] if config_value(module, name) == before}
         return sizes, config
 
 
-def find_removable_heads(model: nn.Module, batch: Any) -> tuple[list[HeadProjections], dict[str, str]]:
+def find(model: nn.Module, batch: Any) -> Found[HeadProjections]:
     """Return the layers from which heads can be removed, and why each other layer is left out.
 
     A trial removes one unit. It passes if the other heads and the outputs equal those of the full layer with
-    the unit set to zero. The first size rule that passes is taken.
+    the unit set to zero. All layers are tried together, and one by one only if that fails.
     """
-    short = to_device(first_sequences(batch, 2), device_of(model))
+    layers, skipped = find_head_projections(model, batch)
 
-    def trial(layers: list[HeadProjections]) -> str:
-        return difference(model, layers, {layer.name: {0} for layer in layers}, short)
+    def trial(some: list[HeadProjections]) -> str:
+        return difference(model, some, {layer.name: {0} for layer in some}, batch)
 
-    found, skipped = find_head_projections(model, short)
-    check_finite(model, main_output(model, short))
-    layers: list[HeadProjections] = []
-    while found:
-        first, *found = found
-        for rule in range(SIZE_RULES):
-            layer = replace(first, size_rule=rule)
-            if not (reason := trial([layer])):
-                break
-        if reason:
-            skipped[first.name] = f"{NOT_FEWER}: {reason}"
-            continue
-        layers.append(layer)
-        alike = [replace(other, size_rule=layer.size_rule) for other in found]
-        if alike and not trial(alike):
-            layers, found = layers + alike, []
+    if layers and trial(layers):
+        reasons = {layer.name: trial([layer]) for layer in layers}
+        skipped |= {name: f"{NOT_FEWER}: {reason}" for name, reason in reasons.items() if reason}
+        layers = [layer for layer in layers if not reasons[layer.name]]
     check_some(
         model,
         layers,
         skipped,
         "softmax attention whose heads come from linear layers and go into a linear layer",
-        "Its heads cannot be removed this way; `rankwise audit --importance` measures their importance.",
     )
     return layers, skipped
 
@@ -282,45 +266,35 @@ def _read(model: nn.Module, layers: list[HeadProjections], batch: Any) -> dict[s
 
 def find_head_projections(model: nn.Module, batch: Any) -> tuple[list[HeadProjections], dict[str, str]]:
     """Return the linear layers around the heads of each layer, and why each other layer is left out."""
-    sites: dict[str, CapturedMixer] = {}  # the last call of each layer, as in `inputs` and `outputs`
-    watching = capture(model, on_mixer=lambda site: sites.update({site.name: site}), values=True)
-    with record_calls(model, lambda *_: True) as calls, torch.no_grad(), watching:
-        run_model(model, batch)
-    inputs = {call.name: call.args[0] for call in calls if call.args and isinstance(call.args[0], Tensor)}
-    outputs = {call.name: call.output for call in calls if call.name in inputs}
-    linear = {name for name in outputs if not not_linear(model, name)}
-    found = {name: _layer(site, inputs, nearby(model, name, outputs, linear)) for name, site in sites.items()}
+    seen = observe(model, batch)
+    found = {name: _layer(seen.projections(name)) for name in seen.mixers}
     layers = [layer for layer in found.values() if isinstance(layer, HeadProjections)]
     return layers, {name: reason for name, reason in found.items() if isinstance(reason, str)}
 
 
-def _layer(site: CapturedMixer, inputs: dict[str, Tensor], near: Nearby) -> HeadProjections | str:
-    if site.kind != "softmax":
-        return f"its mixing is {site.kind}: only heads of softmax attention are removed"
-    if site.values is None or site.output is None:
-        return "the outputs of its heads are not seen"
+def _layer(near: MixerProjections) -> HeadProjections | str:
+    assert near.mixer is not None
+    mixer = near.mixer
+    if mixer.kind != "softmax":
+        return f"its mixing is {mixer.kind}: only heads of softmax attention are removed"
     if adapted := [name for name in near.others if is_adapter(near.model, name)]:
         return f"it has {adapted[0]!r}, {not_linear(near.model, adapted[0])}"
-    output = _reader(near, site.output, inputs)
-    if output is None:
-        return "no module reads its concatenated heads: its code changes them before"
-    if reason := not_linear(near.model, output):
-        return f"its concatenated heads are read by {output!r}, {reason}"
-    linear = {name: own for name, own in near.linear.items() if name != output}
-    values = each_once(site.values)
-    shape = values.shape[0], values.shape[2]
-    value = find_projection(values, {name: own for name, own in linear.items() if own.shape[:2] == shape})
-    if value is None:
-        return near.reason("values", values)
-    heads, value_heads, width = site.output.shape[1], values.shape[1], values.shape[3]
-    sizes = {name: linear_parts(near.model.get_submodule(name))[0].shape[0] for name in linear}  # type: ignore[index]
+    output, value = near.output, near.value
+    if isinstance(output, str) or isinstance(value, str):
+        return output if isinstance(output, str) else str(value)
+    heads, width = output.channels.shape
+    value_heads = len(value.channels)
     widths = {width} | (
-        {site.operator.query.shape[-1]} if isinstance(site.operator, SoftmaxMixing) else set()
+        {mixer.operator.query.shape[-1]} if isinstance(mixer.operator, SoftmaxMixing) else set()
     )
+    linear = {
+        name: linear_parts(near.model.get_submodule(name)) for name in near.linear if name != output.module
+    }
+    sizes = {name: parts[0].shape[0] for name, parts in linear.items() if parts is not None}
     sources = _sources(value, heads, value_heads, widths, sizes)
     if sources is None:
         return f"{value.module!r} has more than queries, keys and values, in an unknown order"
-    return HeadProjections(site.name, heads, value_heads, width, sources, output)
+    return HeadProjections(mixer.name, heads, value_heads, width, sources, output.module)
 
 
 def _sources(
@@ -352,21 +326,4 @@ def _fused_blocks(
         return [(query.reshape(heads, -1), True), (key.reshape(value_heads, -1), False), (values, False)]
     if heads == value_heads and bool((values[:, 0] == torch.arange(heads) * 3 * width + 2 * width).all()):
         return [(channels.reshape(heads, -1), True)]
-    return None
-
-
-def _reader(near: Nearby, heads: Tensor, inputs: dict[str, Tensor]) -> str | None:
-    """Return the module that reads the concatenated heads, a linear layer if one does."""
-    joined = heads.transpose(1, 2).flatten(2)
-    bound = CLOSE * torch.finfo(joined.dtype).eps * float(joined.abs().max())
-    parent = near.name.rpartition(".")[0]
-    inside = [other for other in inputs if other.startswith(f"{near.name}.") or not near.name]
-    around = [other for other in inputs if other.startswith(f"{parent}.") or not parent]
-    names = sorted(dict.fromkeys([*inside, *around]), key=lambda name: bool(not_linear(near.model, name)))
-    for other in names:
-        given = inputs[other]
-        if given.numel() != joined.numel() or given.shape[-1] != joined.shape[-1]:
-            continue
-        if float((given.reshape(joined.shape) - joined).abs().max()) <= bound:
-            return other
     return None

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from torch import Tensor, nn
 
 from rankwise._internals.forward import Change
-from rankwise.compression.qk_modules import (
+from rankwise.compression.width_modules import (
     ReplacedLinear,
     Runs,
     channels_of,

@@ -12,12 +12,11 @@ from rankwise.compression.heads_find import (
     HeadProjections,
     Plan,
     difference,
-    find_removable_heads,
     removal,
     zeroed,
 )
-from rankwise.compression.part import Job, Solution
-from rankwise.compression.record import HeadWidth
+from rankwise.compression.records import HeadWidth
+from rankwise.compression.trials import Job, Solution
 from rankwise.errors import CompressionError
 from rankwise.importance import Importance, ImportanceSettings, ablation_cost, measure, sort_by_cost
 from rankwise.tracing import Address
@@ -33,8 +32,7 @@ def solve(job: Job) -> Solution:
 
     Query heads that share keys are removed together, with their key head.
     """
-    job.on_step("looking for heads that can be removed")
-    layers, skipped = find_removable_heads(job.model, job.batches[0])
+    layers, skipped = job.found
     plan, notes, importance = _share(job, layers) if job.tolerance is None else _within(job, layers)
     short = to_device(first_sequences(job.batches[0], 2), device_of(job.model))
     if reason := difference(job.model, layers, plan, short):

@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicLayer
 
 from rankwise._internals.forward import AddedHook, Change
 from rankwise._internals.rotary import PAIRINGS, RopeLayout, apply_rope, per_pair
-from rankwise.compression.qk_modules import (
+from rankwise.compression.width_modules import (
     ReplacedLinear,
     Runs,
     channel_index,

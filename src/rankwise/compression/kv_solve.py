@@ -21,11 +21,10 @@ from torch.nn import functional as F
 
 from rankwise._internals.forward import AddedHook, Change, device_of, run_model, to_device
 from rankwise._internals.linalg import as_float64
-from rankwise.compression.kv_find import find_latent_layers, layer_weight
+from rankwise.compression.kv_find import layer_weight
 from rankwise.compression.kv_modules import LatentLayer, latent_change
-from rankwise.compression.layers import check_tokens, rank_notes
-from rankwise.compression.part import Job, Solution
-from rankwise.compression.record import LatentRank
+from rankwise.compression.records import LatentRank
+from rankwise.compression.trials import Job, Solution, check_tokens, rank_notes
 from rankwise.errors import CompressionError
 from rankwise.importance.losses import real_tokens
 from rankwise.tracing import record_calls
@@ -38,7 +37,7 @@ GRADIENT_RIDGE = 1e-6
 
 def solve(job: Job) -> Solution:
     """Compute keys and values from one latent per layer; the ranks of all layers share a budget of bytes."""
-    layers, skipped = find_latent_layers(job.model, job.batches[0])
+    layers, skipped = job.found
     moments = collect_moments(job.model, layers, job.batches, job.seed, job.on_step)
     tokens = moments[0].count
     check_tokens(tokens, max(layer.rank for layer in layers))
@@ -64,10 +63,10 @@ def solve(job: Job) -> Solution:
                 part="kv",
                 site=layer.module,
                 layer=int(job.model.get_submodule(layer.module).layer_idx),  # type: ignore[arg-type]
-                before=layer.full,
-                full=layer.rank,
+                channels=layer.full,
+                full_rank=layer.rank,
                 rank=rank,
-                nats=float(own[rank:].sum()),
+                output_kl=float(own[rank:].sum()),
             )
             for layer, own, rank in zip(layers, nats, ranks, strict=True)
         ],

@@ -1,7 +1,6 @@
 """Compress parts of a model, each to its own target, and measure the costs and the savings."""
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -23,12 +22,11 @@ from rankwise._internals.forward import (
 )
 from rankwise._internals.statistics import mean
 from rankwise.auditing.error_hints import fix_hint
-from rankwise.compression import NARROWS, PARTS
+from rankwise.compression import DEFAULT_PARTS, PARTS
 from rankwise.compression.evaluate import Snapshot, evaluate, snapshot
-from rankwise.compression.layers import NoLayersError
-from rankwise.compression.part import Job, Solution, solve_part
-from rankwise.compression.record import Compression, LayerPrice
+from rankwise.compression.records import Compression, LayerCost
 from rankwise.compression.save import check_saveable, note_structure, pretrained_models, structure_of
+from rankwise.compression.trials import Found, Job, NoLayersError, Solution, find_part, solve_part
 from rankwise.errors import (
     CompressionError,
     RankwiseError,
@@ -42,8 +40,6 @@ from rankwise.tracing import CapturedMixer, capture
 
 Targets = dict[str, tuple[float | int | None, float | int | None]]
 """Share to keep and tolerance of each part; one of the two is None."""
-SLOWER = 1.03
-"""Ratio of latency after/before above which a model is reported as slower, if 9 of 10 rounds agree."""
 
 
 def compress(
@@ -64,15 +60,15 @@ def compress(
     Parts are done in this order; each starts from the model that the earlier parts left:
 
     - ``heads`` removes attention heads with their weights. Query heads that share keys are removed together.
-    - ``qk`` narrows queries and keys to r columns: logits Q Kᵀ become (Q A)(K B)ᵀ with A = S^½ V_r and
-      B = S^−½ V_r, where V are the eigenvectors of S^½ P S^½, P = Σ qqᵀ and S = Σ kkᵀ. These factors have the
-      least squared error of logits over all pairs of calibration tokens. Heads share one budget of width.
-    - ``rotary`` narrows queries and keys with rotary positions: it removes the channel pairs that cost least.
-      Next to ``qk``, each narrows the layers that it fits, and one of them may fit none.
+    - ``width`` narrows queries and keys. Without rotary positions, r columns remain: logits Q Kᵀ become
+      (Q A)(K B)ᵀ with A = S^½ V_r and B = S^−½ V_r, where V are the eigenvectors of S^½ P S^½, P = Σ qqᵀ and
+      S = Σ kkᵀ. These factors have the least squared error of logits over all pairs of calibration tokens.
+      With rotary positions, the channel pairs that cost least are removed. Heads share one budget of width.
     - ``kv`` computes a decoder's keys and values from a latent (one short vector per token and layer), which
-      its cache stores in their place. After ``qk`` or ``rotary`` the latent replaces the narrow keys.
+      its cache stores in their place. After ``width`` the latent replaces the narrow keys.
 
-    Each part is tried on the model first; layers on which it does not work are skipped and reported.
+    Each part is tried on the model before the work begins. Layers on which it does not work are skipped and
+    reported.
     Cost: two passes over `batches`, whose queries and keys stay in memory; 32 softmaxes per head of
     16 sequences; with `calibrate`, three softmaxes per step.
 
@@ -80,38 +76,37 @@ def compress(
         model: any module; it is changed in place. Its class, attention code and configuration stay.
         batches: calibration data; a few thousand tokens.
         keep: share to keep, 0 < keep < 1; 0.5 by default. A mapping names its parts, such as
-            ``{"heads": 0.9, "kv": 0.5}``; a number applies to each of `parts`. The unit depends on the part:
-            the width for ``qk`` and ``rotary``, bytes of the cache for ``kv``, the number of heads for
-            ``heads``.
+            ``{"heads": 0.9, "kv": 0.5}``; a number applies to each part. The unit depends on the part:
+            channels of queries and keys for ``width``, bytes of the cache for ``kv``, the number of heads
+            for ``heads``.
         tolerance: instead of `keep`, the largest cost on the calibration data, as a number or a mapping:
-            for ``qk`` and ``rotary``, attention KL in nats (of attention rows before from after); for ``kv``,
-            KL of the outputs in nats, predicted to second order; for ``heads``, a share of the loss. The
-            record has a note if the cost is above the tolerance.
-        parts: names of the parts, ``qk`` by default; None if `keep` or `tolerance` is a mapping.
-        calibrate: steps of Adam per layer of ``qk`` and ``rotary``; Ctrl-C keeps the finished layers.
+            for ``width``, attention KL in nats (of attention rows before from after); for ``kv``, KL of the
+            outputs in nats, predicted to second order; for ``heads``, a share of the loss. The record has a
+            note if the cost is above the tolerance.
+        parts: names of the parts; None if `keep` or `tolerance` is a mapping. By default, ``width`` and
+            ``kv``, each if the model allows it; ``heads`` if the model allows neither.
+        calibrate: steps of Adam per layer of ``width``; Ctrl-C keeps the finished layers.
         held_out: data on which the costs are measured; the calibration data by default.
-        time: if True, measure latency before and after.
+        time: if True, measure seconds per decoding step, or per pass, before and after.
+        seed: random seed of calibration and of sampled labels.
         on_step: called with a description of each step.
 
     Raises:
-        CompressionError: if a part is unknown or has two targets, a target is out of range, a part cannot be
-            done, memory runs out, or the model is already compressed or cannot be saved. The model is then
-            unchanged.
+        CompressionError: if a part is unknown or has two targets, a target is out of range, the model does
+            not allow a part, memory runs out, or the model is already compressed or cannot be saved. The
+            model is then unchanged.
         InputError: if there are no batches, or the model does not run on one of them.
 
-    Warns:
-        UserWarning: if `time` is True and the model became slower.
-
-    Source: ``qk`` is KQ-SVD (arXiv 2512.05916) with one budget over heads.
+    Source: the factors of ``width`` are KQ-SVD (arXiv 2512.05916) with one budget over heads.
 
     Examples:
         >>> import torch, rankwise as rw
         >>> from transformers import GPT2Config, GPT2LMHeadModel
         >>> model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=50)).eval()
         >>> batch = {"input_ids": torch.randint(0, 50, (4, 24))}
-        >>> done = rw.compress(model, [batch], keep={"qk": 0.75, "kv": 0.5})
+        >>> done = rw.compress(model, [batch], keep={"width": 0.75, "kv": 0.5})
         >>> done.parts, done.mean_width, done.cache_bytes_after / done.cache_bytes_before <= 0.5
-        (['qk', 'kv'], 12.0, True)
+        (['width', 'kv'], 12.0, True)
     """
     targets = part_targets(parts, keep, tolerance)
     fix = "Load it first: `AutoModelForCausalLM.from_pretrained(name)`."
@@ -137,6 +132,7 @@ def compress(
 
     solutions: dict[str, Solution] = {}
     modes = {name: module.training for name, module in model.named_modules()}
+    named = parts is not None or isinstance(keep, Mapping) or isinstance(tolerance, Mapping)
     # New linear layers draw weights.
     with eval_mode(model), preserve_random_state(model), _named_outputs(model):
         try:
@@ -144,15 +140,17 @@ def compress(
             if eval_data is not data:
                 _count_tokens(model, eval_data, "held_out")
             before = snapshot(model, eval_data, "before")
+            report("the parts that the model allows")
+            found = find_parts(model, data[0], list(targets) if named else None)
             with ExitStack() as applied:
-                for name, (own_keep, own_tolerance) in targets.items():
-                    job = Job(model, data, eval_data, own_keep, own_tolerance, calibrate, seed, report)
-                    try:
-                        solutions[name] = solve_part(name, job)
-                    except NoLayersError:
-                        if (name, True) not in (("qk", "rotary" in targets), ("rotary", "qk" in solutions)):
-                            raise
-                        continue
+                for name, layers in found.items():
+                    # earlier parts changed the layers
+                    layers = find_part(name, model, data[0]) if solutions else layers
+                    part_keep, part_tolerance = targets[name]
+                    job = Job(
+                        model, layers, data, eval_data, part_keep, part_tolerance, calibrate, seed, report
+                    )
+                    solutions[name] = solve_part(name, job)
                     applied.enter_context(solutions[name].change)
                 changes = [solution.change for solution in solutions.values()]
                 after = evaluate(model, eval_data, changes, before, time, report)
@@ -173,16 +171,14 @@ def compress(
             module.train(modes[name if name in modes else name.rpartition(".")[0]])
     for inner in pretrained_models(model):
         note_structure(inner)
-    record = _record(model, data, tokens, targets, solutions, before, after, held_out is not None, seed)
-    others = [name for name in solutions if calibrate and name not in NARROWS]
-    plain = [f"{name}: steps of calibration are for qk and rotary alone." for name in others]
-    slower = [x for x in record.latency if x.ratio > SLOWER and x.low > 1]
-    each = ", ".join(f"{x.phase} at {x.tokens} tokens {x.ratio:.2f} times the time" for x in slower)
-    slow = [f"The model became slower on this machine: {each}. To go back, load the original."] * bool(slower)
-    for note in slow:
-        warnings.warn(note, UserWarning, stacklevel=2)
-    unused = [f"{name}: no layer has such queries and keys." for name in targets if name not in solutions]
-    return record.model_copy(update={"notes": [*record.notes, *plain, *unused, *slow]})
+    measured_on = "the calibration data" if held_out is None else "held-out data"
+    record = _record(model, data, tokens, targets, solutions, before, after, measured_on, seed)
+    unused = [
+        f"{name}: steps of calibration are for width alone."
+        for name in solutions
+        if calibrate and name != "width"
+    ]
+    return record.model_copy(update={"notes": [*record.notes, *unused]})
 
 
 def part_targets(
@@ -190,56 +186,96 @@ def part_targets(
     keep: float | int | Mapping[str, float | int] | None,
     tolerance: float | int | Mapping[str, float | int] | None,
 ) -> Targets:
-    """Return the share to keep or the tolerance of each part, in the order of `PARTS`; by default 0.5."""
+    """Return the share to keep (by default 0.5) or the tolerance of each named part, in the order of `PARTS`.
+
+    Without names, all parts get the same target.
+    """
     keep = 0.5 if keep is None and tolerance is None else keep
-    given: list[tuple[str, Any]] = [("keep", keep), ("tolerance", tolerance)]
-    mappings = [value for _, value in given if isinstance(value, Mapping)]
-    for name, value in given:
+    given: dict[str, Any] = {"keep": keep, "tolerance": tolerance}
+    mappings = [value for value in given.values() if isinstance(value, Mapping)]
+    for name, value in given.items():
         if mappings and not isinstance(value, Mapping | None):
             raise CompressionError(
-                f"`{name}`", expected="a mapping of parts, like the other target", got=repr(value),
+                f"`{name}`",
+                expected="a mapping of parts, like the other target",
+                got=repr(value),
                 fix='Name the parts: `{"heads": 0.9, "kv": 0.5}`.',
-            )  # fmt: skip
+            )
     if mappings and parts is not None:
         raise CompressionError(
             "`parts`", expected="None, because the targets name their parts", got=repr(parts), fix="Omit it."
         )
+    listed = isinstance(parts, Sequence) and not isinstance(parts, str)
+    names = [*parts] if listed else [PARTS if parts is None else parts]  # type: ignore[misc]
+    names = [*PARTS] if parts is None else names
     if mappings:
-        names = [part for mapping in mappings for part in mapping]
-    elif isinstance(parts, Sequence) and not isinstance(parts, str):
-        names = list(parts)
-    else:
-        names = ["qk" if parts is None else parts]
+        names = [*dict.fromkeys(name for mapping in mappings for name in mapping)]
     if not names:
         raise CompressionError(
             "`parts`", expected="at least one part", got="none", fix=f"Known: {', '.join(PARTS)}."
         )
-    for part in names:
-        one_of("`parts`", part, PARTS, error=CompressionError)
-        if names.count(part) > 1 and not mappings:
+    for name in names:
+        one_of("`parts`", name, PARTS, error=CompressionError)
+        if names.count(name) > 1:
             raise CompressionError(
-                "`parts`", expected="each part once", got=f"{part!r} twice", fix="Name each part once."
+                "`parts`", expected="each part once", got=f"{name!r} twice", fix="Name each part once."
             )
     targets: Targets = {}
-    for part in (part for part in PARTS if part in names):
-        own = {name: value.get(part) if isinstance(value, Mapping) else value for name, value in given}
-        count = sum(value is not None for value in own.values())
+    for name in sorted(names, key=PARTS.index):
+        each = {
+            kind: value.get(name) if isinstance(value, Mapping) else value for kind, value in given.items()
+        }
+        count = sum(value is not None for value in each.values())
         if count != 1:
             raise CompressionError(
-                f"part {part!r}", expected="a share to keep or a tolerance",
-                got="both" if count else "None", fix="Omit one of them." if count else "Omit the part.",
-            )  # fmt: skip
-        for name, interval in (("keep", "(0, 1)"), ("tolerance", "(0, inf)")):
-            if (number := own[name]) is not None:
-                in_range(f"`{name}`", number, interval, error=CompressionError)
-        targets[part] = own["keep"], own["tolerance"]
+                f"part {name!r}",
+                expected="a share to keep or a tolerance",
+                got="both" if count else "None",
+                fix="Omit one of them." if count else "Omit the part.",
+            )
+        for kind, interval in (("keep", "(0, 1)"), ("tolerance", "(0, inf)")):
+            if (number := each[kind]) is not None:
+                in_range(f"`{kind}`", number, interval, error=CompressionError)
+        targets[name] = each["keep"], each["tolerance"]
     return targets
+
+
+def find_parts(model: nn.Module, batch: Any, names: Sequence[str] | None) -> dict[str, Found[Any]]:
+    """Return the layers that each named part can change; if there are none, raise and name the other parts.
+
+    Without names, the parts are those of `DEFAULT_PARTS` that work, or else ``heads``.
+    """
+    refused: dict[str, NoLayersError] = {}
+
+    def found(some: Sequence[str]) -> dict[str, Found[Any]]:
+        layers: dict[str, Found[Any]] = {}
+        for name in some:
+            try:
+                layers[name] = find_part(name, model, batch)
+            except NoLayersError as error:
+                refused[name] = error
+        return layers
+
+    layers = found(DEFAULT_PARTS if names is None else names)
+    if names is None:
+        layers = layers or found(["heads"])
+    if (refused and names is not None) or not layers:
+        allowed = [*layers, *found([name for name in PARTS if name not in (*layers, *refused)])]
+        first, error = next(iter(refused.items()))
+        raise CompressionError(
+            error.subject,
+            expected=f"{error.expected}, for the part {first!r}",
+            got=error.got,
+            fix=f"{error.fix} It allows {' and '.join(sorted(allowed, key=PARTS.index)) or 'no part'}.",
+        )
+    return layers
 
 
 @contextmanager
 def _named_outputs(model: nn.Module) -> Iterator[None]:
     """Context manager in which models of transformers return outputs with names."""
-    tuples: list[Any] = [one.config for one in model.modules() if config_value(one, "return_dict") is False]
+    configs = (module.config for module in model.modules() if config_value(module, "return_dict") is False)
+    tuples: list[Any] = list(configs)
     try:
         for config in tuples:
             config.return_dict = True
@@ -265,41 +301,48 @@ def _count_tokens(model: nn.Module, batches: list[Any], name: str) -> int:
 
 
 def _record(
-    model: nn.Module, data: list[Any], tokens: int, targets: Targets, solutions: dict[str, Solution],
-    before: Snapshot, after: Snapshot, held_out: bool, seed: int,
-) -> Compression:  # fmt: skip
+    model: nn.Module,
+    data: list[Any],
+    tokens: int,
+    targets: Targets,
+    solutions: dict[str, Solution],
+    before: Snapshot,
+    after: Snapshot,
+    measured_on: str,
+    seed: int,
+) -> Compression:
     every = list(solutions.values())
     left = every[0].key_heads  # `heads` comes first
     heads = [head for solution in every for head in solution.heads]
     heads = [
         head.model_copy(update={"head": left[head.site][head.head]})
-        if head.part in NARROWS and head.site in left
+        if head.part == "width" and head.site in left
         else head
         for head in heads
     ]
     latents = [latent for solution in every for latent in solution.latents]
     places = before.places | {head.site: (head.stack, head.layer) for head in heads}
     places |= {x.site: (places.get(x.site, ("", 0))[0], x.layer) for x in latents}
-    kl = {latent.site: math.nan for latent in latents}
+    costs = {latent.site: math.nan for latent in latents}
     for solution in every:  # a removed head has no attention to compare
-        kl |= {site: own for site, own in solution.kl.items() if site not in kl or not math.isnan(own)}
+        costs |= {
+            site: cost for site, cost in solution.kl.items() if site not in costs or not math.isnan(cost)
+        }
     layers = [
-        LayerPrice(
+        LayerCost(
             site=site,
             layer=places[site][1],
-            kl=own,
+            attention_kl=cost,
             output_error=after.state_error(before, (places[site][0], places[site][1] + 1)),
         )
-        for site, own in kl.items()
+        for site, cost in costs.items()
     ]
-    narrowed = {head.site for head in heads if head.part in NARROWS}
     notes = [note for solution in every for note in solution.notes]
-    figures = "held-out data" if held_out else "the calibration data"
     for name, solution in solutions.items():
         cost = solution.cost
-        if len(solutions) == 1 and name != "heads":  # then the measured costs are those of the part
-            cost = after.fields["output_kl"] if name == "kv" else mean(kl.values())
-        notes += _part_notes(name, targets[name][1], solution, figures, cost)
+        if len(solutions) == 1 and name != "heads":  # then the measured costs are the costs of the part
+            cost = after.fields["output_kl"] if name == "kv" else mean(costs.values())
+        notes += _part_notes(name, targets[name][1], solution, measured_on, cost)
     notes += after.notes
     return Compression(
         model=config_value(model, "name_or_path") or type(model).__name__,
@@ -307,18 +350,13 @@ def _record(
         complete=all(solution.complete for solution in every),
         sequences=sum(batch_size(batch) for batch in data),
         tokens=tokens,
-        figures=figures,
+        measured_on=measured_on,
         heads=heads,
         layers=layers,
         curves=[curve for solution in every for curve in solution.curves],
         latents=latents,
-        kl=mean(layer.kl for layer in layers),
-        left_out={
-            site: reason
-            for part, solution in solutions.items()
-            for site, reason in solution.skipped.items()
-            if part not in NARROWS or site not in narrowed
-        },
+        attention_kl=mean(layer.attention_kl for layer in layers),
+        left_out={site: reason for solution in every for site, reason in solution.skipped.items()},
         notes=notes,
         about={"torch": torch.__version__, "threads": str(torch.get_num_threads()), "seed": str(seed)},
         **after.fields,
@@ -326,15 +364,15 @@ def _record(
 
 
 def _part_notes(
-    part: str, tolerance: float | int | None, solution: Solution, figures: str, measured: float
+    part: str, tolerance: float | int | None, solution: Solution, measured_on: str, measured: float
 ) -> list[str]:
     """Return notes if a part removed nothing, or costs more than its tolerance on some data."""
     heads, latents = solution.heads, solution.latents
-    removed = [*(x.width < x.before for x in heads), *(x.rank < x.full for x in latents)]
+    removed = [*(x.width < x.before for x in heads), *(x.rank < x.full_rank for x in latents)]
     notes = [] if any(removed) else [f"{part}: nothing was removed. {solution.advice}"]
     attention = mean(head.kl_calibrated for head in heads) if part != "heads" else 0.0
-    costs = {"the calibration data": max(attention, sum(latent.nats for latent in latents))}
-    costs[figures] = max(costs.get(figures, 0.0), measured)  # NaN is not above a number
+    costs = {"the calibration data": max(attention, sum(latent.output_kl for latent in latents))}
+    costs[measured_on] = max(costs.get(measured_on, 0.0), measured)  # NaN is not above a number
     return notes + [
         f"{part}: the cost on {data} is {cost:.3g}, above the tolerance {tolerance:g}."
         for data, cost in costs.items()

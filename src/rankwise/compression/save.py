@@ -38,11 +38,11 @@ from rankwise._internals.files import (
     write_file,
 )
 from rankwise._internals.forward import Change, config_value, preserve_random_state
-from rankwise.compression import heads_modules, kv_modules, qk_modules
+from rankwise.compression import heads_modules, kv_modules, width_modules
 from rankwise.compression.heads_modules import RemovedHeads
 from rankwise.compression.kv_modules import LatentLayer
-from rankwise.compression.qk_modules import NarrowedKeys, NarrowedLinear
-from rankwise.compression.record import Compression
+from rankwise.compression.records import Compression
+from rankwise.compression.width_modules import NarrowedKeys, NarrowedLinear
 from rankwise.errors import CompressionError, InputError, first_line, readable_file
 
 WEIGHTS, STRUCTURE, RECORD = "model.safetensors", "structure.json", "compression.json"
@@ -63,8 +63,8 @@ SavedChange = Annotated[
 ]
 KINDS: dict[str, tuple[str, Callable[..., Change]]] = {
     "heads": (heads_modules.RECORD, heads_modules.build),  # the other records count remaining heads
-    "narrow": (qk_modules.NARROWED, qk_modules.build),
-    "keys": (qk_modules.RECORD, qk_modules.build_keys),
+    "narrow": (width_modules.NARROWED, width_modules.build),
+    "keys": (width_modules.RECORD, width_modules.build_keys),
     "latent": (kv_modules.RECORD, kv_modules.build),
 }
 """Attribute of a module that is its record, and function that builds the change of a record, by the `kind` of
@@ -74,8 +74,7 @@ KINDS: dict[str, tuple[str, Callable[..., Change]]] = {
 class Structure(BaseModel, extra="forbid"):
     """All changes of a model, in the order in which they are built."""
 
-    format: Literal[1, 2] = 2
-    """1: files of old versions, whose weights contain no guard."""
+    format: Literal[2] = 2
     changes: list[SavedChange]
 
 
@@ -114,22 +113,22 @@ def _renamed(change: Any, module: str) -> Any:
 
 @contextmanager
 def rebuilt(model: nn.Module, structure: Structure) -> Iterator[None]:
-    """Context manager that changes a fresh model as the saved model was changed; undone only after an error.
+    """Context manager that applies the saved changes to a new model; they stay unless the block raises.
 
-    Its new weights are still empty.
+    Added weights are not loaded yet.
     """
     with ExitStack() as applied:
         for saved in structure.changes:
             applied.enter_context(KINDS[saved.kind][1](model, saved))
-        _set_guards(model, saved=structure.format > 1)
+        _set_guards(model)
         yield
         applied.pop_all()
 
 
-def _set_guards(model: nn.Module, saved: bool = True) -> None:
+def _set_guards(model: nn.Module) -> None:
     for module in model.modules():
-        if isinstance(module, qk_modules.ReplacedLinear):
-            module.set_guard(saved)
+        if isinstance(module, width_modules.ReplacedLinear):
+            module.set_guard()
 
 
 def read_structure(content: Any, where: str) -> Structure:
@@ -428,7 +427,6 @@ class CompressionBuilder(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: nn.Module, **_: Any) -> nn.Module:
         _set_guards(model)
-        self.quantization_config.structure["format"] = 2  # also if an old model is saved again
         # Remove every flag: `Trainer` and peft refuse to train quantized models.
         del model.hf_quantizer, model.quantization_method
         model.is_quantized = False  # type: ignore[assignment]

@@ -8,7 +8,7 @@ from typing import Any
 from rankwise._internals.records import format_number
 from rankwise._internals.statistics import mean
 from rankwise.auditing.records import Verdict
-from rankwise.compression.record import Compression, HeadWidth
+from rankwise.compression.records import Compression, HeadWidth
 from rankwise.report.document import Document, Figure, Section, Table, nonempty
 from rankwise.report.figures import MapCell, cell_map
 from rankwise.report.format import model_name
@@ -16,13 +16,14 @@ from rankwise.report.format import model_name
 
 def compression_document(record: Compression) -> Document:
     """Return the report on a compression: cost, savings, remaining width per head, layers and next steps."""
-    removed, narrowed = ([x for x in record.heads if (x.part == "heads") == own] for own in (True, False))
+    removed = [head for head in record.heads if head.part == "heads"]
+    narrowed = [head for head in record.heads if head.part != "heads"]
     figures = []
     if removed:
         figures.append(_width_map("heads", "Width of the values of each head", removed, "0: removed."))
     if narrowed:
         figures.append(_width_map("widths", "Remaining width of each key head", narrowed, ""))
-    if record.curves and record.kl > 0:
+    if record.curves and record.attention_kl > 0:
         figures.append(_curves(record))
     left_out = [[site, reason] for site, reason in record.left_out.items()]
     left = Table("Unchanged", ["attention layer", "why"], left_out)
@@ -52,17 +53,18 @@ def _headline(record: Compression, removed: list[HeadWidth], narrowed: list[Head
         before = mean(head.before for head in narrowed)
         words.append(f"queries and keys narrowed from {before:.0f} to {record.mean_width:.1f} on average")
     if record.latents:
-        rank, channels = (mean(getattr(x, name) for x in record.latents) for name in ("rank", "before"))
-        latents = f"latents of {rank:.1f} for {channels:.0f} channels on average"
-        words.append(f"keys and values computed from {latents}")
+        rank = mean(latent.rank for latent in record.latents)
+        channels = mean(latent.channels for latent in record.latents)
+        latents = f"latents of {rank:.0f} channels on average, instead of {channels:.0f}"
+        words.append(f"keys and values are computed from {latents}")
     done = "; ".join(words)
     cost = f"relative error of the output {format_number(record.output_error, 4)}"
     if math.isfinite(record.loss_before):
         before, after = record.loss_before, record.loss_after
         change = f" ({(after - before) / abs(before):+.2%})" if before else ""
         cost = f"loss {format_number(before, 4)} → {format_number(after, 4)}{change}"
-    elif math.isfinite(record.kl):
-        cost = f"attention KL {format_number(record.kl, 4)} nats"
+    elif math.isfinite(record.attention_kl):
+        cost = f"attention KL {format_number(record.attention_kl, 4)} nats"
     sizes = [("parameters", record.parameters_before, record.parameters_after)]
     if record.latents:
         sizes.append(("bytes of cache", record.cache_bytes_before, record.cache_bytes_after))
@@ -71,12 +73,12 @@ def _headline(record: Compression, removed: list[HeadWidth], narrowed: list[Head
         for noun, before, after in sizes
         if before
     )
-    return f"{done[:1].upper()}{done[1:]}: {cost} on {record.figures}{saving}."
+    return f"{done[:1].upper()}{done[1:]}: {cost} on {record.measured_on}{saving}."
 
 
 def _costs(record: Compression) -> Table:
     measured = {
-        "attention KL, nats": record.kl,
+        "attention KL, nats": record.attention_kl,
         "KL of the outputs, nats": record.output_kl,
         "relative error of the output, ‖y′ − y‖/‖y‖": record.output_error,
     }
@@ -86,10 +88,10 @@ def _costs(record: Compression) -> Table:
         rows.append(["loss", *(format_number(loss, 4) for loss in losses)])
     if record.metric:
         shares = record.metric_before, record.metric_after
-        rows.append([record.metric, *(format_number(one, 4) for one in shares)])
+        rows.append([record.metric, *(format_number(share, 4) for share in shares)])
     note = (
-        f"Measured on {record.figures}. Attention KL is KL(M‖M′), M the original's, mean over rows, heads "
-        "and layers, each layer with the inputs of the original."
+        f"Measured on {record.measured_on}. Attention KL is KL(M‖M′) with M of the original, mean over rows, "
+        "heads and layers, each layer with the inputs of the original."
     )
     return Table("Costs", ["", "before", "after"], rows, note=note)
 
@@ -98,17 +100,11 @@ def _savings(record: Compression) -> Table:
     rows = [_pair("parameters", record.parameters_before, record.parameters_after)]
     if record.cache_bytes_before:
         rows.append(_pair("cache, bytes per token", record.cache_bytes_before, record.cache_bytes_after))
-    for x in record.latency:
-        before, after, ratio, low, high = (
-            format_number(getattr(x, name), 2) for name in ("before", "after", "ratio", "low", "high")
-        )
-        rows.append([f"{x.phase}, {x.tokens} tokens, ms", before, after, f"{ratio} ({low} to {high})"])
-    note = (
-        "Latency is the median over rounds that alternate on this machine, with the 10th and 90th percentile "
-        "of their ratio: a range that contains 1 shows no gain."
-    )
-    columns = ["", "before", "after", "after/before"]
-    return Table("Savings", columns, rows, note=note if record.latency else "Latency was not measured.")
+    if record.timed:
+        before, after = record.seconds_before, record.seconds_after
+        times = [format_number(1e3 * seconds, 2) for seconds in (before, after)]
+        rows.append([f"{record.timed}, ms", *times, format_number(after / before, 3)])
+    return Table("Savings", ["", "before", "after", "after/before"], rows)
 
 
 def _pair(name: str, before: int, after: int) -> list[str]:
@@ -152,7 +148,7 @@ def _curves(record: Compression) -> Figure:
         })  # fmt: skip
     traces.append({
         "type": "scatter", "mode": "markers", "name": "this model", "x": [record.mean_width],
-        "y": [record.kl], "marker": {"size": 12, "symbol": "diamond"},
+        "y": [record.attention_kl], "marker": {"size": 12, "symbol": "diamond"},
     })  # fmt: skip
     widths = sorted({width for trace in traces[:-1] for width in trace["x"]})
     ticks = {"tickangle": 0, "tickvals": widths, "ticktext": [f"{width:g}" for width in widths]}
@@ -165,16 +161,23 @@ def _curves(record: Compression) -> Figure:
     return Figure(
         "curve", "Attention KL against mean width",
         [trace | {"meta": {"series": number}} for number, trace in enumerate(traces)], layout,
-        f"Curves are on the calibration data, before calibration; this model is on {record.figures}.",
+        f"Curves are on the calibration data, before calibration; this model is on {record.measured_on}.",
     )  # fmt: skip
 
 
 def _latents(record: Compression) -> Table:
-    columns = ["layer", "channels of keys and values", "rank that loses nothing", "rank", "predicted nats"]
-    rows = []
-    for x in record.latents:
-        rows.append([*map(str, (x.layer, x.before, x.full, x.rank)), format_number(x.nats)])
-    note = "Predicted: KL of the outputs per token to second order, on the calibration data; layers add up."
+    columns = [
+        "layer",
+        "channels of keys and values",
+        "rank that loses nothing",
+        "rank",
+        "predicted KL, nats",
+    ]
+    rows = [
+        [*map(str, (x.layer, x.channels, x.full_rank, x.rank)), format_number(x.output_kl)]
+        for x in record.latents
+    ]
+    note = "Predicted KL of the outputs: nats per token, to second order, on the calibration data."
     return Table("Latents", columns, rows, note=note)
 
 
@@ -191,7 +194,7 @@ def _layers(record: Compression) -> Table:
         words += [f"latent of {latent.rank}"] if latent is not None else []
         name = f"{heads[0].stack if heads else ''} {layer.layer}".strip()
         average = f"{mean(widths.values()):.1f}" if widths else ""
-        costs = (format_number(cost, 4) for cost in (layer.kl, layer.output_error))
+        costs = (format_number(cost, 4) for cost in (layer.attention_kl, layer.output_error))
         rows.append([name, ", ".join(words), average, *costs])
     columns = ["layer", "widths of its heads", "mean", "attention KL", "error of states"]
     note = "Error of states: ‖y′ − y‖/‖y‖ after the layer in the compressed model, first batch."
@@ -204,12 +207,11 @@ def _next_steps(record: Compression) -> str:
     if "folder" not in about or "load" not in about:
         return ""
     lines = [about["load"]]
-    option = about.get("data", "")
-    if option := {"text": "--text FILE", "images": "--images FOLDER"}.get(option, option):  # of older files
+    if option := about.get("data", ""):
         code = " --trust-remote-code" if "trust_remote_code=True" in about["load"] else ""
         code += " --loss" if math.isfinite(record.loss_before) else ""
         models = {"before": about.get("source", ""), "after": shlex.quote(about["folder"])}
-        lines += [f"rankwise audit {models[at]} {option}{code} --out {at}" for at in models]
+        lines += [f"rankwise audit {model} {option}{code} --out {name}" for name, model in models.items()]
         lines.append("rankwise compare before after")
     back = f"# back: {about.get('source', 'the original')} is unchanged, load it instead"
     return "\n".join([*lines, back])

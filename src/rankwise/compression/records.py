@@ -3,7 +3,7 @@
 import math
 from typing import ClassVar, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from rankwise._internals.records import Number, Record, SavedRecord
 from rankwise._internals.statistics import mean
@@ -49,52 +49,33 @@ class LatentRank(Record):
     part: str
     site: str
     layer: int
-    before: int
+    channels: int
     """Channels of the keys and values of one token, all key heads together."""
-    full: int
-    """Smallest rank that loses nothing: the minimum of ``before`` and the width of tokens."""
+    full_rank: int
+    """Smallest rank that loses nothing: the minimum of ``channels`` and the width of tokens."""
     rank: int
-    nats: Number
+    output_kl: Number
     """Output KL in nats per token due to this layer, predicted to second order on the calibration data."""
 
 
-class LayerPrice(Record):
-    """Costs of one layer; fields that older versions wrote are ignored."""
-
-    model_config = ConfigDict(extra="ignore")
+class LayerCost(Record):
+    """Costs of one layer."""
 
     site: str
     layer: int
-    kl: Number
+    attention_kl: Number
     """Attention KL in nats, on the inputs of the original layer; NaN if the part measures none."""
     output_error: Number = math.nan
     """‖y′ − y‖/‖y‖ of the states after the layer, in the compressed model; first batch."""
 
 
-class Latency(Record):
-    """Milliseconds per forward pass: median over rounds that alternate between both models."""
-
-    phase: Literal["prefill", "decode"]
-    tokens: int
-    """Tokens per forward pass, or tokens in the cache before decoding."""
-    before: Number
-    after: Number
-    ratio: Number = math.nan
-    """Median of after/before over rounds."""
-    low: Number
-    """10th percentile of after/before over rounds."""
-    high: Number
-    """90th percentile of after/before over rounds."""
-
-
 class Compression(SavedRecord):
-    """Changes of a model, their costs and their savings; fields that older versions wrote are ignored."""
+    """Changes of a model, their costs and their savings."""
 
-    model_config = ConfigDict(extra="ignore")
     _command: ClassVar[str] = "compress"
 
     format: Literal["rankwise-compression"] = "rankwise-compression"
-    schema_version: Literal[1] = 1
+    schema_version: Literal[2] = 2
     model: str
     parts: list[str]
     complete: bool = True
@@ -103,21 +84,21 @@ class Compression(SavedRecord):
     """Sequences of the calibration data."""
     tokens: int
     """Real tokens of the calibration data."""
-    figures: str
+    measured_on: str
     """Data on which costs were measured: "held-out data" or "the calibration data"."""
     heads: list[HeadWidth]
-    layers: list[LayerPrice]
+    layers: list[LayerCost]
     curves: list[BudgetCurve] = Field(default_factory=list)
     latents: list[LatentRank] = Field(default_factory=list)
-    kl: Number
-    """Attention KL(M‖M′) in nats, mean over rows, heads and layers; NaN if no part measures it."""
+    attention_kl: Number
+    """KL(M‖M′) of attention in nats, mean over rows, heads and layers; NaN if no part measures it."""
     output_kl: Number = math.nan
     """KL(p‖p′) of the outputs in nats, mean over real tokens of up to 16 sequences, p the original's; NaN if
     the model returns no logits."""
     output_error: Number = math.nan
     """‖y′ − y‖/‖y‖ of the model's outputs; first batch."""
     loss_before: Number = math.nan
-    """Mean loss of labels, or of the next token for decoders without labels; NaN if there is neither."""
+    """Mean loss of labels, or of the next token for language models; NaN if there is neither."""
     loss_after: Number = math.nan
     metric: str = ""
     """"accuracy" (one label per sequence), "token accuracy" (one label per token), or "" without labels."""
@@ -128,7 +109,11 @@ class Compression(SavedRecord):
     cache_bytes_before: int = 0
     """Bytes of cached keys and values per token; 0 if the model has no cache."""
     cache_bytes_after: int = 0
-    latency: list[Latency] = Field(default_factory=list)
+    timed: str = ""
+    """What was timed: "decoding step after N tokens" or "pass"; empty if time was not measured."""
+    seconds_before: Number = math.nan
+    """Median over rounds in which the original and the compressed model take turns."""
+    seconds_after: Number = math.nan
     left_out: dict[str, str] = Field(default_factory=dict)
     """Attention layers that could not be compressed, each with the reason."""
     notes: list[str] = Field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Factors, attention KL and widths against dense oracles."""
+"""The part `width`: factors, attention KL, widths and rotary pairs against dense oracles."""
 
 from typing import Any
 
@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.compression.compression_cases import (
+    ROTARY,
     SIZES,
     bert,
     bigcode,
@@ -17,22 +18,26 @@ from tests.compression.compression_cases import (
 )
 
 import rankwise as rw
-from rankwise.compression import qk_find
-from rankwise.compression.layers import Factors, rank_notes
-from rankwise.compression.qk_modules import narrow_linear, replace_cache_layer
-from rankwise.compression.qk_solve import (
-    allocate_widths,
+from rankwise.compression.trials import rank_notes
+from rankwise.compression.width_factors import (
+    Order,
     closed_form,
+    divergence,
+    greedy,
+    kept_factors,
+    layer_divergence,
+    rows_of,
+    units_of,
+    whole_factors,
+    width_curves,
+)
+from rankwise.compression.width_find import Sample, collect_statistics, find_layers, usable_layers
+from rankwise.compression.width_modules import Factors, narrow_layers, narrow_linear, replace_cache_layer
+from rankwise.compression.width_solve import (
+    allocate_widths,
     hull_steps,
     widths_for_tolerance,
     widths_under_budget,
-)
-from rankwise.compression.qk_statistics import (
-    Sample,
-    collect_statistics,
-    divergence,
-    layer_divergence,
-    width_curves,
 )
 from rankwise.errors import CompressionError
 from rankwise.measures.logits import LogitBases, logit_bases
@@ -163,7 +168,7 @@ def test_keys_repeated_for_a_mask_are_counted_once() -> None:
     assert not other.left_out
     assert [head.width for head in one.heads] == [head.width for head in other.heads]
     assert [head.kl for head in other.heads] == pytest.approx([head.kl for head in one.heads], rel=1e-3)
-    assert other.kl == pytest.approx(one.kl, rel=1e-3)
+    assert other.attention_kl == pytest.approx(one.attention_kl, rel=1e-3)
 
 
 def test_second_moments_of_several_widths_share_one_note_on_rank() -> None:
@@ -194,9 +199,7 @@ def test_narrow_weights_in_half_precision_are_rounded_once() -> None:
 def test_narrow_queries_and_keys_are_equally_large(make: Any) -> None:
     """Otherwise, half precision would lose the smaller ones."""
     model = make()
-    layer = collect_statistics(
-        model, qk_find.find_layers(model, ids(), qk_find.read_projections)[0][:1], [ids()]
-    )[0]
+    layer = collect_statistics(model, find_layers(model, ids())[0][:1], [ids()])[0]
     factors = closed_form(layer, [5] * len(layer.key_moments))
     groups = layer.projections.groups
     for head, (P, S) in enumerate(zip(layer.query_moments, layer.key_moments, strict=True)):
@@ -230,22 +233,22 @@ def test_only_an_empty_growing_cache_layer_is_replaced() -> None:
 
 def test_pair_widths_round_down_for_a_share_and_up_for_a_tolerance() -> None:
     curves = [[([2, 4, 6], [0.3, 0.1, 0.0]), ([2, 4, 6], [0.2, 0.1, 0.0])]]
-    assert allocate_widths(curves, 0.5, None, measured=True) == [[4, 2]]
-    assert allocate_widths(curves, 0.45, None, measured=True) == [[2, 2]]  # 5 channels: 3 and 2
-    assert allocate_widths(curves, 0.45, None) == [[3, 2]]
-    assert allocate_widths(curves, None, 0.2, measured=True) == [[4, 2]]  # the hull has widths 3 and 2
-    assert allocate_widths(curves, None, 1.0, measured=True) == [[2, 2]]
+    assert allocate_widths(curves, 0.5, None, [True]) == [[4, 2]]
+    assert allocate_widths(curves, 0.45, None, [True]) == [[2, 2]]  # 5 channels: 3 and 2
+    assert allocate_widths(curves, 0.45, None, [False]) == [[3, 2]]
+    assert allocate_widths(curves, None, 0.2, [True]) == [[4, 2]]  # the hull has widths 3 and 2
+    assert allocate_widths(curves, None, 1.0, [True]) == [[2, 2]]
 
 
 def test_calibration_without_gain_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     def worse(layer: Any, start: Factors, *_: Any) -> tuple[Factors, str]:
         return Factors(start.query * (layer.projections.layer == 1), start.key, start.kept), ""
 
-    monkeypatch.setattr("rankwise.compression.qk_solve.calibrate", worse)
+    monkeypatch.setattr("rankwise.compression.width_solve.calibrate", worse)
     plain = rw.compress(bert(), [ids()], keep=0.5)
     done = rw.compress(bert(), [ids()], keep=0.5, calibrate=3)
     assert done.complete
-    assert done.kl == plain.kl
+    assert done.attention_kl == plain.attention_kl
     assert [head.kl_calibrated for head in done.heads] == [head.kl for head in plain.heads]
 
 
@@ -253,7 +256,7 @@ def test_each_call_of_a_shared_layer_has_its_own_sample() -> None:
     moments = []
     for attention in ("sdpa", "eager"):  # shown by fused attention, and read off the linear layers
         model = made("Albert", "Model", **SIZES, embedding_size=16, attn_implementation=attention)
-        (found,), reasons = qk_find.find_layers(model, ids(), qk_find.read_projections)
+        (found,), reasons = find_layers(model, ids())
         assert not reasons
         (layer,) = collect_statistics(model, [found], [ids()])
         assert (len(layer.samples), layer.tokens) == (2, 2 * 4 * 24)
@@ -288,4 +291,87 @@ def test_written_and_fused_attention_give_the_same_factors() -> None:
     batch["attention_mask"][::2, 20:] = 0
     one, other = (rw.compress(model, [batch], keep=3 / 8) for model in (fused, written))
     assert [head.width for head in one.heads] == [head.width for head in other.heads]
-    assert one.kl == pytest.approx(other.kl, rel=1e-3)
+    assert one.attention_kl == pytest.approx(other.attention_kl, rel=1e-3)
+
+
+# --- rotary pairs ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ROTARY)
+def test_at_full_width_nothing_changes(family: str) -> None:
+    model, batch = ROTARY[family](), ids(2, 12)
+    before = output(model, batch)
+    found, _ = find_layers(model, batch)
+    assert len(found) == 2
+    layers = collect_statistics(model, found, [batch])
+    swap = narrow_layers(model, [(layer.projections, whole_factors(layer)) for layer in layers])
+    swap.apply()
+    # unrotated channels are in another basis, scaled by roots of moments down to a ridge of 1e-9
+    assert torch.allclose(
+        output(model, batch), before, atol=1e5 * torch.finfo(torch.float32).eps * float(before.abs().max())
+    )
+    swap.undo()
+    assert torch.equal(output(model, batch), before)
+
+
+def test_pairs_are_found_from_values() -> None:
+    batch = ids(2, 12)
+    for family, pairs in {
+        "llama": [[0, 4], [1, 5], [2, 6], [3, 7]],
+        "neox": [[0, 1]],
+        "glm": [[0, 1], [2, 3]],
+    }.items():
+        found, reasons = find_layers(ROTARY[family](), batch)
+        assert not reasons
+        assert all(one.pairs.tolist() == pairs for one in found)
+
+
+def test_greedy_is_the_best_first_step_and_its_curve_is_measured() -> None:
+    model, batch = ROTARY["llama"](), ids(2, 12)
+    found, _ = find_layers(model, batch)
+    layer = collect_statistics(model, found[:1], [batch])[0]
+    whole, units = whole_factors(layer), units_of(layer)
+    rows = rows_of(layer.samples, 1, whole, units, seed=0)
+    order = greedy(rows, units)
+    assert order.widths == [2, 4, 6, 8]
+    assert order.losses[-1] == 0
+    other = greedy(rows_of(layer.samples, 0, whole, units, 0), units)
+
+    def measured(units: list[int], width: int) -> float:
+        # all rows were drawn: there are 12 of each sequence, and 48 at most
+        orders = [other, Order(units, order.widths, order.losses)]
+        each = layer_divergence(layer.samples, kept_factors(layer, whole, orders, [8, width]))
+        assert each[:2].abs().max() < 1e-6
+        return float(each[2:].mean())
+
+    for width, loss in zip(order.widths, order.losses, strict=True):
+        assert measured(order.units, width) == pytest.approx(loss, rel=1e-4, abs=1e-6)
+    for first in range(4):
+        rest = [unit for unit in range(4) if unit != first]
+        assert measured([first, *rest], 6) >= order.losses[-2] - 1e-6
+
+
+def test_the_order_of_key_heads_does_not_matter() -> None:
+    model, turned, batch = ROTARY["llama"](), ROTARY["llama"](), ids(6, 30)
+    with torch.no_grad():
+        for layer in turned.model.layers:
+            own = layer.self_attn
+            for one, width in ((own.q_proj, 16), (own.k_proj, 8), (own.v_proj, 8)):
+                one.weight.copy_(one.weight.roll(width, 0))
+            own.o_proj.weight.copy_(own.o_proj.weight.roll(16, 1))
+    done, again = (rw.compress(one, [batch], keep=0.5, parts="width") for one in (model, turned))
+    widths = [[head.width for head in one.heads if head.layer == 0] for one in (done, again)]
+    assert widths[0] == widths[1][::-1]
+    assert torch.allclose(output(model, batch), output(turned, batch), atol=1e-4)
+
+
+def test_layers_with_nan_in_later_batches_are_left_out_or_named() -> None:
+    model = ROTARY["llama"]()
+    found, _ = find_layers(model, ids(2, 12))
+    layers = collect_statistics(model, found, [ids(4, 24)])
+    layers[0].broken = {1, 3}
+    fine, left_out = usable_layers(layers, {"other": "it runs more than once"})
+    assert [layer.projections.name for layer in fine] == [layer.projections.name for layer in layers[1:]]
+    assert left_out == {"other": "it runs more than once", found[0].name: "NaN or infinity in head 1"}
+    with pytest.raises(CompressionError, match=rf"'{found[0].name}': expected finite .* in head 1"):
+        usable_layers(layers[:1], {"other": "it runs more than once"})

@@ -1,28 +1,89 @@
-"""Collect queries and keys with their second moments, and compute the attention KL of changed logits.
-
-Attention KL is KL(M ‖ M') in nats, averaged over rows: M are the original's attention matrices, M' those with
-changed queries and keys.
-"""
+"""Find attention layers whose queries and keys can be narrowed, and collect their queries and keys."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Float64
 from torch import Tensor, nn
 
-from rankwise._internals.forward import device_of, run_model, to_device
+from rankwise._internals.forward import Change, device_of, run_model, to_device
 from rankwise._internals.linalg import as_float64
 from rankwise._internals.rotary import PairRotation, fit_rotation
-from rankwise.compression.layers import Factors, Projections, Step, check_tokens
+from rankwise.compression.trials import Step, check_tokens, keep_passing
+from rankwise.compression.width_modules import Factors, narrow_layers
 from rankwise.errors import CompressionError
-from rankwise.measures.logits import LogitBases
 from rankwise.operators import MixingOperator, SoftmaxMixing
 from rankwise.tracing import CapturedMixer, RecordedCall, capture, record_calls
-from rankwise.tracing.projections import Projection, side_of
+from rankwise.tracing.projections import Projection, QueryKeyProjections, observe, side_of
+
+
+def find(model: nn.Module, batch: Any) -> tuple[list[QueryKeyProjections], dict[str, str]]:
+    """Return the layers that work in any basis of queries and keys, and why each other layer is left out."""
+    return keep_passing(
+        model,
+        batch,
+        find_layers(model, batch),
+        turned,
+        "its outputs change with the basis of queries and keys: not only inner products read them",
+        expected="softmax attention whose queries and keys are outputs of linear layers, rotated by position "
+        "or not",
+    )
+
+
+def find_layers(model: nn.Module, batch: Any) -> tuple[list[QueryKeyProjections], dict[str, str]]:
+    """Return the layers with known projections in all their calls, and why each other layer is left out."""
+    seen = observe(model, batch)
+    layers: list[QueryKeyProjections] = []
+    skipped: dict[str, str] = {}
+    for name, mixers in seen.mixers.items():
+        calls = [seen.projections(name, call).query_key for call in range(len(mixers))]
+        known = [layer for layer in calls if isinstance(layer, QueryKeyProjections)]
+        if len(known) < len(calls):
+            skipped[name] = next(reason for reason in calls if isinstance(reason, str))
+        elif len(known) > 1 and len(known[0].pairs):
+            skipped[name] = "it runs more than once"
+        elif not all(_same(layer, known[0]) for layer in known):
+            skipped[name] = "its calls read different projections"
+        else:
+            layers.append(known[0])
+    return layers, skipped
+
+
+def _same(first: QueryKeyProjections, other: QueryKeyProjections) -> bool:
+    sides = ((first.query, other.query), (first.key, other.key))
+    return all(a.module == b.module and bool((a.channels == b.channels).all()) for a, b in sides)
+
+
+def turned(model: nn.Module, layers: list[QueryKeyProjections]) -> Change:
+    """Return the trial change: queries and keys of every head in a random basis of full width.
+
+    The two channels of a rotary pair are only rotated. The change affects outputs if code reads queries or
+    keys other than by their inner products.
+    """
+    return narrow_layers(model, [(layer, random_bases(layer)) for layer in layers], cache=False)
+
+
+def random_bases(layer: QueryKeyProjections) -> Factors:
+    """Draw random orthonormal factors of full width; the two channels of a rotary pair are only rotated."""
+    generator = torch.Generator().manual_seed(0)
+    free = torch.tensor(layer.unrotated, dtype=torch.long)
+    bases = torch.eye(layer.width, dtype=torch.float64).repeat(layer.key_heads, 1, 1)
+    for basis in bases:
+        drawn = torch.randn(len(free), len(free), generator=generator, dtype=torch.float64)
+        basis[free[:, None], free] = torch.linalg.qr(drawn).Q
+        for first, second in layer.pairs.tolist():
+            angle = 6.28 * torch.rand((), generator=generator, dtype=torch.float64)
+            basis[first, first] = basis[second, second] = angle.cos()
+            basis[first, second], basis[second, first] = angle.sin(), -angle.sin()
+    kept = [list(range(layer.width))] * layer.key_heads
+    return Factors(bases.repeat_interleave(layer.groups, 0), bases, kept)
+
+
+# --- queries and keys ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -70,7 +131,7 @@ class Sample:
 class QueryKeyStatistics:
     """Second moments and samples of the queries and keys of one layer."""
 
-    projections: Projections
+    projections: QueryKeyProjections
     query_moments: Float64[Tensor, "G K K"]
     """Σ qqᵀ over real tokens and the query heads that share a key head, before any rotation."""
     key_moments: Float64[Tensor, "G K K"]
@@ -95,7 +156,10 @@ class QueryKeyStatistics:
 
 
 def collect_statistics(
-    model: nn.Module, layers: list[Projections], batches: Iterable[Any], on_step: Step = lambda what: None
+    model: nn.Module,
+    layers: list[QueryKeyProjections],
+    batches: Iterable[Any],
+    on_step: Step = lambda what: None,
 ) -> list[QueryKeyStatistics]:
     """Run the model and return second moments and all queries and keys of each layer that is called."""
     statistics: dict[str, QueryKeyStatistics] = {}
@@ -108,8 +172,8 @@ def collect_statistics(
 
     def add(site: CapturedMixer) -> None:
         if site.name in statistics:
-            own = statistics[site.name]
-            own.add(site, _sample(own.projections, site, linear, calls[site.name]))
+            layer = statistics[site.name]
+            layer.add(site, _sample(layer.projections, site, linear, calls[site.name]))
             calls[site.name] += 1
 
     device = device_of(model)
@@ -118,26 +182,25 @@ def collect_statistics(
         calls.clear()
         with record_calls(model, read) as linear, torch.no_grad(), capture(model, on_mixer=add):
             run_model(model, to_device(batch, device))
-    return [own for own in statistics.values() if own.samples]
+    return [layer for layer in statistics.values() if layer.samples]
 
 
-def _sample(found: Projections, site: CapturedMixer, linear: list[RecordedCall], call: int) -> Sample:
+def _sample(layer: QueryKeyProjections, site: CapturedMixer, linear: list[RecordedCall], call: int) -> Sample:
     """Return queries, keys and the scale of the logits of one call."""
     operator = site.operator
 
     def projected(side: Projection) -> Tensor:
-        return side_of([one.output for one in linear if one.name == side.module][call], side)
+        return side_of([seen.output for seen in linear if seen.name == side.module][call], side)
 
-    if found.scale is not None:
-        query, key = projected(found.query), projected(found.key)
-        return Sample(operator, query, key, site.valid_tokens, found.scale)
+    if layer.scale is not None:
+        return Sample(operator, projected(layer.query), projected(layer.key), site.valid_tokens, layer.scale)
     assert isinstance(operator, SoftmaxMixing)
     # Some code repeats keys for each query head: take each key head once.
-    query, key = operator.query, operator.key[:, :: operator.key.shape[1] // found.key_heads]
-    if not len(found.pairs):
+    query, key = operator.query, operator.key[:, :: operator.key.shape[1] // layer.key_heads]
+    if not len(layer.pairs):
         return Sample(operator, query, key, site.valid_tokens, operator.scale)
-    before = [projected(found.query), projected(found.key)]
-    rotation, _ = fit_rotation(found.pairs.to(query.device), before, [query, key])
+    before = [projected(layer.query), projected(layer.key)]
+    rotation, _ = fit_rotation(layer.pairs.to(query.device), before, [query, key])
     return Sample(operator, before[0], before[1], site.valid_tokens, operator.scale, rotation)
 
 
@@ -150,8 +213,11 @@ def usable_layers(
         CompressionError: if no layer is finite, or there are too few tokens.
     """
     finite = [layer for layer in layers if not layer.broken]
-    heads = {layer.projections.name: layer.broken for layer in layers if layer.broken}
-    broken = {name: f"NaN or infinity in head {min(own)}" for name, own in heads.items()}
+    broken = {
+        layer.projections.name: f"NaN or infinity in head {min(layer.broken)}"
+        for layer in layers
+        if layer.broken
+    }
     if not finite:
         name, reason = next(iter(broken.items()))
         fix = "Fix the weights, or use float32: `rankwise audit` shows where it begins."
@@ -161,77 +227,7 @@ def usable_layers(
     return finite, skipped | broken
 
 
-def first_samples(samples: list[Sample], sequences: int) -> list[Sample]:
-    """Return the first samples that together have at least a number of sequences; all if they have fewer."""
+def first_samples(samples: list[Sample], count: int) -> list[Sample]:
+    """Return the first samples with at least `count` sequences together; all samples if there are fewer."""
     before = accumulate((sample.query.shape[0] for sample in samples), initial=0)
-    return [sample for sample, count in zip(samples, before, strict=False) if count < sequences]
-
-
-# --- attention KL ----------------------------------------------------------------------------------------
-
-
-def divergence(
-    matrix: Float[Tensor, "*batch T S"], change: Float[Tensor, "*batch T S"]
-) -> Float[Tensor, "*batch T"]:
-    """Return KL(M ‖ M') of each row, where M' has the logits of M plus a change.
-
-    Formula: log Σ_j m_j·exp(c_j) − Σ_j m_j c_j. Masked entries (m_j = 0) need no logit.
-    Range: [0, ∞) nats.
-    """
-    seen = matrix > 0
-    mean = (matrix * change).sum(-1, keepdim=True)
-    away = (change - mean).masked_fill(~seen, -torch.inf)  # around the mean: no cancellation in the logarithm
-    top = away.amax(-1, keepdim=True).clamp(min=0)
-    whole = (matrix * (away - top).exp()).sum(-1)
-    kl = whole.clamp(min=torch.finfo(matrix.dtype).tiny).log() + top.squeeze(-1)
-    return kl.clamp(min=0)  # below 0 only by rounding, by Jensen's inequality
-
-
-def layer_divergence(samples: list[Sample], factors: Factors) -> Float64[Tensor, "H"]:
-    """Return mean KL(M ‖ M') over real rows for each query head, where M' has the logits (Q A)(K B)ᵀ."""
-
-    def changes(sample: Sample, head: int, q: Tensor, k: Tensor) -> Iterator[Tensor]:
-        a, b = factors.query[head], factors.key[head // sample.groups]
-        yield sample.logit_change(q, k, a.to(q)[None], b.to(q)[None])[:, 0]
-
-    return _mean_divergence(samples, len(factors.query), 1, changes)[:, 0]
-
-
-def width_curves(samples: list[Sample], bases: list[LogitBases], widths: list[int]) -> Float64[Tensor, "H W"]:
-    """Return attention KL of each query head at ascending widths.
-
-    A width takes that many columns of the bases of the key head.
-    """
-
-    def changes(sample: Sample, head: int, q: Tensor, k: Tensor) -> Iterator[Tensor]:
-        own = bases[head // sample.groups]
-        q, k = sample.scale * q[:, 0], k[:, 0]
-        turned_q, turned_k = q @ own.query.to(q), k @ own.key.to(k)
-        change = -(q @ k.mT)
-        for start, width in pairwise([0, *widths]):
-            change = change + turned_q[..., start:width] @ turned_k[..., start:width].mT
-            yield change
-
-    return _mean_divergence(samples, len(bases) * samples[0].groups, len(widths), changes)
-
-
-def _mean_divergence(
-    samples: list[Sample],
-    heads: int,
-    points: int,
-    changes: Callable[[Sample, int, Tensor, Tensor], Iterable[Tensor]],
-) -> Float64[Tensor, "H N"]:
-    """Return mean KL over real rows for each query head and each of several changes of its logits.
-
-    `changes` receives queries (B, 1, T, K) and keys (B, 1, S, K) of the head, in float32 or float64.
-    """
-    total, rows = torch.zeros(heads, points, dtype=torch.float64), 0
-    for sample in samples:
-        dtype = torch.promote_types(sample.query.dtype, torch.float32)
-        for head in range(heads):
-            matrix = sample.operator[:, head : head + 1].dense()[:, 0].to(dtype)
-            query, key = sample.query[:, [head]].to(dtype), sample.key[:, [head // sample.groups]].to(dtype)
-            for at, change in enumerate(changes(sample, head, query, key)):
-                total[head, at] += as_float64(divergence(matrix, change)[sample.tokens]).sum().cpu()
-        rows += int(sample.tokens.sum())
-    return total / max(rows, 1)
+    return [sample for sample, earlier in zip(samples, before, strict=False) if earlier < count]

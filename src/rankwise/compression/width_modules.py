@@ -1,6 +1,7 @@
 """Linear layers that compute only some channels of queries and keys, and caches of narrow keys."""
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -12,9 +13,8 @@ from transformers.cache_utils import DynamicLayer
 
 from rankwise._internals.forward import AddedHook, Change, device_of
 from rankwise._internals.linalg import as_float64
-from rankwise.compression.layers import Factors, Projections
 from rankwise.errors import CompressionError
-from rankwise.tracing.projections import linear_parts
+from rankwise.tracing.projections import QueryKeyProjections, linear_parts
 
 Runs = list[tuple[int, int]]
 """Runs of consecutive channels, each as (first, count)."""
@@ -69,9 +69,9 @@ class ReplacedLinear(nn.Module):
     weight: Tensor
     bias: Tensor | None
 
-    def set_guard(self, saved: bool = True) -> None:
-        """Set ``weight``; it is not part of files of old versions."""
-        self.register_buffer("weight", torch.zeros(1, 1, device=device_of(self)), persistent=saved)
+    def set_guard(self) -> None:
+        """Set ``weight`` on the device of the other weights."""
+        self.register_buffer("weight", torch.zeros(1, 1, device=device_of(self)))
 
 
 class NarrowProjection(ReplacedLinear):
@@ -98,9 +98,9 @@ class NarrowProjection(ReplacedLinear):
         """Return all channels, with zeros for the channels that are not computed."""
         return fill_zeros(self.narrow(tokens), self.channels, self.out_features)
 
-    def set_guard(self, saved: bool = True) -> None:
-        """Set ``weight`` and ``channels``, on the device of the other weights once these are loaded."""
-        super().set_guard(saved)
+    def set_guard(self) -> None:
+        """Set ``weight`` and ``channels`` on the device of the other weights."""
+        super().set_guard()
         self.register_buffer("channels", channel_index(self.runs, device_of(self)), persistent=False)
 
 
@@ -231,6 +231,19 @@ def linear_of(
 # --- narrow layers from factors --------------------------------------------------------------------------
 
 
+@dataclass
+class Factors:
+    """Factors A and B of each head: logits Q Kᵀ become (Q A)(K B)ᵀ, before positions rotate queries and keys.
+
+    Columns of removed channels are zero.
+    """
+
+    query: Float64[Tensor, "H K K"]
+    key: Float64[Tensor, "G K K"]
+    kept: list[list[int]]
+    """Remaining channels of each key head, ascending."""
+
+
 def narrow_linear(
     module: nn.Module, heads: Iterable[tuple[Int[Tensor, "K"], Float64[Tensor, "K r"], list[int]]]
 ) -> NarrowProjection:
@@ -256,7 +269,7 @@ def narrow_linear(
 
 
 def narrow_layers(
-    model: nn.Module, plan: Sequence[tuple[Projections, Factors]], cache: bool = True
+    model: nn.Module, plan: Sequence[tuple[QueryKeyProjections, Factors]], cache: bool = True
 ) -> Change:
     """Build narrow projections from factors, each linear layer once, and key caches if `cache` is True."""
     heads: dict[str, list[tuple[Tensor, Tensor, list[int]]]] = {}

@@ -1,0 +1,221 @@
+"""Input and output of the parts, trials of their changes on the model, and checks that several parts share.
+
+CONTRIBUTING describes how to add a part.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any, TypeVar
+
+import torch
+from jaxtyping import Bool, Float64
+from torch import Tensor, nn
+
+from rankwise._internals.forward import Change, device_of, first_sequences, run_model, tensors_in, to_device
+from rankwise._internals.linalg import as_float64
+from rankwise.compression.records import BudgetCurve, HeadWidth, LatentRank
+from rankwise.errors import CompressionError
+from rankwise.importance.losses import real_outputs
+
+Layer = TypeVar("Layer", bound=Any)
+"""Type of an attention layer with its `name` in the model."""
+Found = tuple[list[Layer], dict[str, str]]
+"""Layers that a part can change, and the reason why each other layer is left out."""
+Step = Callable[[str], None]
+OTHER_PART = "Name another part."
+LEAST_TOKENS = 0.5
+"""Minimum number of calibration tokens per channel of the widest head or latent."""
+
+
+@dataclass
+class Job:
+    """Data and target of one part."""
+
+    model: nn.Module
+    """In evaluation mode, with the changes of the earlier parts."""
+    found: Found[Any]
+    batches: list[Any]
+    """Calibration data."""
+    eval_batches: list[Any]
+    """Data on which costs are measured: held-out data, or the calibration data."""
+    keep: float | int | None = None
+    """Share to keep, 0 < keep < 1; None if there is a tolerance."""
+    tolerance: float | int | None = None
+    """Largest cost, in the unit of the part."""
+    calibrate: int = 0
+    """Steps of Adam per layer."""
+    seed: int = 0
+    on_step: Step = lambda step: None
+    """Called with a description of each step."""
+
+
+@dataclass
+class Solution:
+    """Change of one part, not yet applied, with its records."""
+
+    change: Change
+    heads: list[HeadWidth] = field(default_factory=list)
+    latents: list[LatentRank] = field(default_factory=list)
+    curves: list[BudgetCurve] = field(default_factory=list)
+    kl: dict[str, float] = field(default_factory=dict)
+    """Attention KL per site on the evaluation data; NaN if it was not measured."""
+    key_heads: dict[str, list[int]] = field(default_factory=dict)
+    """Numbers in the original of the key heads that are left in each layer, if heads were removed."""
+    skipped: dict[str, str] = field(default_factory=dict)
+    """Layers that cannot be changed, each with the reason."""
+    notes: list[str] = field(default_factory=list)
+    advice: str = "Lower `keep` or raise the tolerance."
+    """What to do if nothing was removed."""
+    cost: float = math.nan
+    """Cost on the evaluation data, in the unit of the tolerance; NaN if the part leaves it to `compress`."""
+    complete: bool = True
+    """False if Ctrl-C or a lack of memory stopped calibration."""
+
+
+class NoLayersError(CompressionError):
+    """A part of `compress` can change no layer of a model."""
+
+
+def find_part(name: str, model: nn.Module, batch: Any) -> Found[Any]:
+    """Return the layers that a part can change; raise `NoLayersError` if there are none.
+
+    Two sequences of the batch are run.
+    """
+    short = to_device(first_sequences(batch, 2), device_of(model))
+    check_finite(model, main_output(model, short))
+    found: Found[Any] = import_module(f"rankwise.compression.{name}_find").find(model, short)
+    return found
+
+
+def solve_part(name: str, job: Job) -> Solution:
+    """Return the solution of a part for the layers that it can change."""
+    solution: Solution = import_module(f"rankwise.compression.{name}_solve").solve(job)
+    return solution
+
+
+def keep_passing(
+    model: nn.Module,
+    batch: Any,
+    found: tuple[list[Layer], dict[str, str]],
+    trial: Callable[[nn.Module, list[Layer]], Change],
+    reason: str,
+    expected: str,
+    outputs: Callable[[nn.Module, Any], list[Tensor]] = lambda model, batch: [main_output(model, batch)],
+) -> tuple[list[Layer], dict[str, str]]:
+    """Return the layers whose trial change does not change the outputs, and why each other layer is left out.
+
+    All layers are tried together, and one by one only if that fails. Padded tokens do not count. Raise, with
+    what was `expected`, if no layer is left.
+    """
+    layers, skipped = found
+    before, real = output_and_mask(model, batch)
+    bound = torch.finfo(before.dtype).eps ** 0.5
+
+    def same(some: list[Layer]) -> bool:
+        with trial(model, some):
+            after = outputs(model, batch)
+        return all(relative_error(output[real], before[real]) <= bound for output in after)
+
+    if layers and not same(layers):
+        passing = [layer for layer in layers if same([layer])]
+        names = {layer.name for layer in passing}
+        skipped = skipped | {layer.name: reason for layer in layers if layer.name not in names}
+        layers = passing
+    check_some(model, layers, skipped, expected)
+    return layers, skipped
+
+
+# --- outputs ---------------------------------------------------------------------------------------------
+
+
+def main_output(model: nn.Module, batch: Any) -> Tensor:
+    """Return the first floating-point tensor of a model's output that is not a scalar: logits or states."""
+    return output_and_mask(model, batch)[0]
+
+
+def output_and_mask(model: nn.Module, batch: Any) -> tuple[Tensor, Bool[Tensor, "B *T"]]:
+    """Return the output of `main_output`, and the mask of its real tokens."""
+    with torch.no_grad():
+        out = run_model(model, batch)
+    tensor = next((x for x in tensors_in(out) if x.is_floating_point() and x.dim() > 0), None)
+    assert tensor is not None, "a model with mixers returns a tensor"
+    return tensor, real_outputs(out, batch, tensor)
+
+
+def at_once_and_in_halves(model: nn.Module, batch: Any) -> list[Tensor]:
+    """Return the outputs for a text read at once; without other arguments than token ids, in halves, too."""
+    whole = main_output(model, batch)
+    ids, mask = batch.get("input_ids"), batch.get("attention_mask")
+    if ids is None or ids.shape[1] < 2 or set(batch) - {"input_ids", "attention_mask", "labels"}:
+        return [whole]
+    half = ids.shape[1] // 2
+    first, second = ({"input_ids": tokens, "use_cache": True} for tokens in (ids[:, :half], ids[:, half:]))
+    if mask is not None:
+        first["attention_mask"], second["attention_mask"] = mask[:, :half], mask
+    with torch.no_grad():
+        start = run_model(model, first)
+        end = run_model(model, {**second, "past_key_values": start.past_key_values})
+    return [whole, torch.cat([start.logits, end.logits], 1)]
+
+
+def relative_error(after: Tensor, before: Tensor) -> float:
+    """Return ‖after − before‖/‖before‖ in float64."""
+    after, before = as_float64(after), as_float64(before)
+    return float((after - before).norm() / before.norm().clamp(min=1e-300))
+
+
+# --- checks ----------------------------------------------------------------------------------------------
+
+
+def check_finite(model: nn.Module, output: Tensor) -> None:
+    """Raise if an output has NaN or infinity, and name the first weights that have it."""
+    if bool(output.isfinite().all()):
+        return
+    named = ((name, weight) for name, weight in model.named_parameters() if not bool(weight.isfinite().all()))
+    name, values = next(named, ("", output))
+    layer, _, weight = name.rpartition(".")
+    broken = f"NaN or infinity in {int((~values.isfinite()).sum())} of {values.numel()} numbers"
+    fix = "Fix the weights" if name else "Use float32, or check the batch"
+    raise CompressionError(
+        f"layer {layer!r}" if layer else f"model {type(model).__name__}",
+        expected="finite weights" if name else "finite outputs",
+        got=f"{broken} of its {weight}" if name else f"{broken}; its weights are finite",
+        fix=f"{fix}: `rankwise audit` shows where it begins. The model is unchanged.",
+    )
+
+
+def check_some(model: nn.Module, layers: list[Any], skipped: dict[str, str], expected: str) -> None:
+    """Raise with the first two reasons if no layer is left."""
+    if not layers:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in list(skipped.items())[:2])
+        raise NoLayersError(
+            f"model {type(model).__name__}",
+            expected=expected,
+            got=reasons or "no such attention",
+            fix=OTHER_PART,
+        )
+
+
+def check_tokens(tokens: int, width: int) -> None:
+    """Raise if there are too few calibration tokens for the widest head or latent."""
+    if tokens < LEAST_TOKENS * width:
+        raise CompressionError(
+            "the calibration data",
+            expected=f"at least {round(LEAST_TOKENS * width)} tokens for width {width}, better {10 * width}",
+            got=f"{tokens}",
+            fix="Give more text.",
+        )
+
+
+def rank_notes(moments: Iterable[Float64[Tensor, "..."]], kinds: str, tokens: int) -> list[str]:
+    """Return a note if second moments do not have full rank."""
+    ranks = [torch.linalg.matrix_rank(moment, hermitian=True) < moment.shape[-1] for moment in moments]
+    singular = sum(int(below.sum()) for below in ranks)
+    if not singular:
+        return []
+    return [
+        f"On {tokens} tokens, {kinds} do not span all their directions in {singular} places. The unused "
+        "directions are dropped first, so inputs that use them can cost more: calibrate on varied text."
+    ]

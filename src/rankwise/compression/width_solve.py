@@ -1,0 +1,272 @@
+"""The part ``width``: factors for queries and keys, one budget of widths over all heads, and calibration.
+
+A layer without rotary positions gets factors in closed form. A layer with rotary positions loses the pairs of
+channels that cost least.
+"""
+
+import math
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+
+from rankwise._internals.forward import out_of_memory
+from rankwise._internals.statistics import mean
+from rankwise.compression.records import BudgetCurve, BudgetPoint, HeadWidth
+from rankwise.compression.trials import Job, Solution, rank_notes
+from rankwise.compression.width_factors import (
+    Curve,
+    calibrate,
+    closed_form,
+    greedy_orders,
+    head_curves,
+    kept_factors,
+    layer_divergence,
+    whole_factors,
+)
+from rankwise.compression.width_find import QueryKeyStatistics, collect_statistics, usable_layers
+from rankwise.compression.width_modules import Factors, narrow_layers
+from rankwise.errors import CompressionError
+
+ATTEMPTS = 6
+"""Maximum number of times that widths are chosen for a tolerance."""
+SHARES = (0.125, 0.25, 0.5, 0.75)
+"""Shares of the full width at which the record lists attention KL."""
+
+
+@dataclass
+class Candidate:
+    """A layer with the factors that it can have before calibration."""
+
+    statistics: QueryKeyStatistics
+    curves: list[Curve]
+    """Widths and attention KL of each key head."""
+    start: Callable[[list[int]], Factors]
+    """Function from the widths of the key heads to factors."""
+
+    @property
+    def rotated(self) -> bool:
+        """True if whole pairs of channels are removed."""
+        return len(self.statistics.projections.pairs) > 0
+
+
+def solve(job: Job) -> Solution:
+    """Narrow queries and keys: choose widths under one budget, then calibrate and measure the factors.
+
+    Curves are of the first sequences. If the cost on all calibration data exceeds the tolerance, curves are
+    measured on all of it, and then the tolerance is lowered.
+    """
+    found, skipped = job.found
+    statistics = collect_statistics(job.model, found, job.batches, job.on_step)
+    usable, skipped = usable_layers(statistics, skipped)
+    layers = [_candidate(layer, job) for layer in usable]
+    aim = job.tolerance
+    for attempt in range(ATTEMPTS):
+        widths = allocate_widths(
+            [layer.curves for layer in layers], job.keep, aim, [layer.rotated for layer in layers]
+        )
+        starts = [layer.start(chosen) for layer, chosen in zip(layers, widths, strict=True)]
+        costs = [_by_key(layer.statistics, factors) for layer, factors in zip(layers, starts, strict=True)]
+        cost = mean(chain.from_iterable(costs))
+        whole = all(len(kept) == len(factors.key[0]) for factors in starts for kept in factors.kept)
+        if job.tolerance is None or aim is None or cost <= job.tolerance or whole:
+            break
+        if attempt == 0:
+            job.on_step("measuring widths on all data")
+            for layer in layers:
+                layer.curves = _measured(layer)
+        else:
+            aim *= 0.9 * job.tolerance / cost
+    if whole:  # the model keeps its projections: its costs are 0 rather than the costs of a change of basis
+        costs = [[0.0] * len(own) for own in costs]
+    heads: list[HeadWidth] = []
+    plan: dict[str, Factors] = {}
+    stopped = ""
+    for layer, factors, before in zip(usable, starts, costs, strict=True):
+        place, after = layer.projections, before
+        if job.calibrate and not stopped and not whole:
+            factors, after, stopped = _calibrated(layer, factors, before, job)
+        plan[place.name] = factors
+        heads += [
+            HeadWidth(
+                part="width",
+                stack=place.stack,
+                site=place.name,
+                layer=place.layer,
+                head=head,
+                before=place.width,
+                width=len(kept),
+                kl=before[head],
+                kl_calibrated=after[head],
+            )
+            for head, kept in enumerate(factors.kept)
+        ]
+    projections = [layer.projections for layer in usable]
+    kl: dict[str, float] = {}
+    for layer in collect_statistics(job.model, projections, job.eval_batches, job.on_step):
+        name = layer.projections.name
+        kl[name] = 0.0 if whole else float(layer_divergence(layer.samples, plan[name]).mean())
+    note = f"Calibration was stopped {stopped}. Earlier layers are calibrated, later layers are not."
+    free = [layer.statistics for layer in layers if not layer.rotated]
+    moments = [stack for layer in free for stack in (layer.query_moments, layer.key_moments)]
+    notes = rank_notes(moments, "queries or keys", min((layer.tokens for layer in free), default=0))
+    return Solution(
+        narrow_layers(job.model, [] if whole else [(layer, plan[layer.name]) for layer in projections]),
+        heads,
+        curves=[budget_curve(layers)],
+        kl=kl,
+        skipped=skipped,
+        notes=[*notes, note] if stopped else notes,
+        complete=not stopped,
+    )
+
+
+def _candidate(layer: QueryKeyStatistics, job: Job) -> Candidate:
+    if not len(layer.projections.pairs):
+        job.on_step(f"measuring widths of {layer.projections.name}")
+        return Candidate(layer, head_curves(layer), partial(closed_form, layer))
+    job.on_step(f"comparing pairs of {layer.projections.name}")
+    whole = whole_factors(layer)
+    orders = greedy_orders(layer, whole, job.seed)
+    curves = [(order.widths, order.losses) for order in orders]
+    return Candidate(layer, curves, partial(kept_factors, layer, whole, orders))
+
+
+def _calibrated(
+    layer: QueryKeyStatistics, start: Factors, before: list[float], job: Job
+) -> tuple[Factors, list[float], str]:
+    """Calibrate with Adam; return the better factors on the calibration data and their KL.
+
+    Also return the reason if calibration stopped early, otherwise "".
+    """
+    try:
+        factors, stopped = calibrate(layer, start, job)
+        after = _by_key(layer, factors)
+    except (MemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
+            raise
+        return start, before, f"for want of memory at {layer.projections.name}, which is not calibrated"
+    return (factors, after, stopped) if sum(after) < sum(before) else (start, before, stopped)
+
+
+def _measured(layer: Candidate) -> list[Curve]:
+    """Return the curves of the key heads of a layer with attention KL on all calibration data."""
+    widths = [widths for widths, _ in layer.curves]
+    losses = [_by_key(layer.statistics, layer.start(list(each))) for each in zip(*widths, strict=True)]
+    return list(zip(widths, map(list, zip(*losses, strict=True)), strict=True))
+
+
+def _by_key(layer: QueryKeyStatistics, factors: Factors) -> list[float]:
+    """Return mean attention KL of the query heads of each key head."""
+    by_head = layer_divergence(layer.samples, factors).unflatten(0, (-1, layer.projections.groups))
+    by_key: list[float] = by_head.mean(1).tolist()
+    return by_key
+
+
+# --- widths ----------------------------------------------------------------------------------------------
+
+
+def hull_steps(curves: list[Curve]) -> list[tuple[int, float]]:
+    """Return the steps by one channel along the lower convex hulls of the curves, the largest saving first.
+
+    Each step has its head and the attention KL that it saves. Later steps of a head save less.
+    """
+    steps: list[tuple[float, int, int]] = []
+    for head, (widths, losses) in enumerate(curves):
+        at = 0
+        while at < len(widths) - 1:
+            later = range(at + 1, len(widths))
+            gain, to = max(((losses[at] - losses[to]) / (widths[to] - widths[at]), to) for to in later)
+            if gain <= 0:
+                break
+            steps += [(-gain, head, width) for width in range(widths[at], widths[to])]
+            at = to
+    return [(head, -gain) for gain, head, _ in sorted(steps)]
+
+
+def _widened(curves: list[Curve], steps: list[tuple[int, float]]) -> list[int]:
+    """Return the widths of all heads after some steps from their least widths."""
+    added = Counter(head for head, _ in steps)
+    return [widths[0] + added[head] for head, (widths, _) in enumerate(curves)]
+
+
+def allocate_widths(
+    curves: list[list[Curve]],
+    keep: float | int | None,
+    tolerance: float | int | None,
+    measured_only: list[bool],
+) -> list[list[int]]:
+    """Return the width of each key head, by layer, for a share of all widths or for a tolerance.
+
+    In layers that can have `measured_only` widths, other widths are rounded: down for a share, up for a
+    tolerance.
+    """
+    every = [*chain.from_iterable(curves)]
+    if tolerance is not None:
+        widths = iter(widths_for_tolerance(every, tolerance))
+    else:
+        assert keep is not None
+        widths = iter(widths_under_budget(every, round(keep * sum(sizes[-1] for sizes, _ in every))))
+
+    def rounded(sizes: list[int], width: int) -> int:
+        return sizes[bisect_right(sizes, width) - 1 if tolerance is None else bisect_left(sizes, width)]
+
+    return [
+        [rounded(sizes, next(widths)) if rounds else next(widths) for sizes, _ in heads]
+        for heads, rounds in zip(curves, measured_only, strict=True)
+    ]
+
+
+def widths_under_budget(curves: list[Curve], budget: int) -> list[int]:
+    """Return the widths of all heads that sum to a budget, with the least attention KL on the hulls.
+
+    The step that saves most is taken next. On convex curves this greedy choice is optimal.
+
+    Examples:
+        >>> widths_under_budget([([1, 2, 4], [1.0, 0.1, 0.0]), ([1, 2, 4], [0.3, 0.2, 0.15])], 4)
+        [2, 2]
+    """
+    least = sum(widths[0] for widths, _ in curves)
+    if budget < least:
+        raise CompressionError(
+            "budget",
+            expected=f"a width of at least {math.ceil(least / len(curves))} on average",
+            got=f"{budget / max(len(curves), 1):.2f}",
+            fix="Keep more.",
+        )
+    return _widened(curves, hull_steps(curves)[: budget - least])
+
+
+def widths_for_tolerance(curves: list[Curve], tolerance: float) -> list[int]:
+    """Return the least widths, in the order of `widths_under_budget`, with mean attention KL in a tolerance.
+
+    Examples:
+        >>> widths_for_tolerance([([1, 2, 4], [1.0, 0.1, 0.0]), ([1, 2, 4], [0.3, 0.2, 0.15])], 0.2)
+        [2, 1]
+    """
+    excess = sum(losses[0] for _, losses in curves) - tolerance * len(curves)
+    steps = hull_steps(curves)
+    for count, (_, gain) in enumerate(steps):
+        if excess <= 1e-9 * gain:
+            return _widened(curves, steps[:count])
+        excess -= gain
+    return _widened(curves, steps)
+
+
+def budget_curve(layers: list[Candidate]) -> BudgetCurve:
+    """Return mean attention KL against mean width; allocated widths are rounded down to measured widths."""
+    curves = [curve for layer in layers for curve in layer.curves]
+    points = []
+    for share in SHARES:
+        budget = max(
+            round(share * sum(sizes[-1] for sizes, _ in curves)), sum(sizes[0] for sizes, _ in curves)
+        )
+        widths = widths_under_budget(curves, budget)
+        places = [bisect_right(sizes, width) - 1 for (sizes, _), width in zip(curves, widths, strict=True)]
+        chosen = [(sizes[at], losses[at]) for (sizes, losses), at in zip(curves, places, strict=True)]
+        width, kl = (sum(numbers) / len(curves) for numbers in zip(*chosen, strict=True))
+        points.append(BudgetPoint(width=width, kl=kl))
+    ways = {"greedy by attention KL" if layer.rotated else "closed form" for layer in layers}
+    return BudgetCurve(method=f"{' or '.join(sorted(ways))}, widths per head", points=points)
