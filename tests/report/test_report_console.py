@@ -184,8 +184,8 @@ def test_findings_are_before_the_tables_and_sorted_by_severity() -> None:
 
 def test_a_finding_has_place_evidence_and_meaning() -> None:
     lines = [line.strip() for line in printed("encoder").splitlines()]
-    at = lines.index("error    COLLAPSE  encoder.layer after 6 blocks")
-    said = ["token spread 0.213 · mean cosine 0.955", "After layer 6 all tokens point almost the same way."]
+    at = lines.index("error    COLLAPSE  encoder.layer")
+    said = ["blocks passed 6 · token spread 0.213 · mean cosine 0.955", "After layer 6 all tokens point almost the same way."]
     assert lines[at + 1 : at + 3] == said
     assert lines.index("→ rankwise skip sample/encoder-6x12 --init 1.0") < at  # an action of the verdict
 
@@ -212,16 +212,16 @@ def test_the_table_of_a_kind_has_the_numbers_that_differ_and_the_page_shows_the_
     audit = records.changed(audit, findings=found)
     [(item, table)] = audit_document(audit).sections[0].lists[0].entries
     assert (item.place, item.facts, item.remedy) == ("3 places", [("‖Y‖", "300")], "")
-    assert item.meaning == "encoder.layer after 2 blocks: Block 2 does nothing."
+    assert item.meaning == "encoder.layer layer 2: Block 2 does nothing."
     assert table.columns[0] == "place"
     assert table.columns[-1] == "what to do"
     rows = [[row[0].text, *row[1:]] for row in table.rows]
-    assert rows[0] == ["encoder.layer after 2 blocks", "0.002", "remove this head"]
-    assert rows[2] == ["encoder.layer after 4 blocks", "0.004", "nothing"]
+    assert rows[0] == ["encoder.layer layer 2", "0.002", "remove this head"]
+    assert rows[2] == ["encoder.layer layer 4", "0.004", "nothing"]
     [(alone, none)] = audit_document(records.changed(audit, findings=found[:1])).sections[0].lists[0].entries
-    assert (alone.place, none) == ("encoder.layer after 2 blocks", None)
+    assert (alone.place, none) == ("encoder.layer layer 2", None)
     for text in (audit.summary(verbose=True), documents.page(audit)):
-        order = [text.index(words) for words in ("Block 2 does", "encoder.layer after 3 blocks", "0.003")]
+        order = [text.index(words) for words in ("Block 2 does", "encoder.layer layer 3", "0.003")]
         assert order == sorted(order)
 
 

@@ -293,8 +293,8 @@ def encoder_decoder() -> Audit:
     collapse = finding(
         "COLLAPSE",
         "error",
-        where=Address(stack="decoder.block", layer=6),
-        evidence={"spread": 0.172, "mean_cosine": 0.97},
+        where=Address(stack="decoder.block"),
+        evidence={"blocks": 6.0, "spread": 0.172, "mean_cosine": 0.97},
         meaning="After layer 6 all tokens point almost the same way.",
     )
     sink = finding(where=Address(stack="decoder.block", layer=4, head=6, site=cross.format(4)))
@@ -313,7 +313,13 @@ def nasty() -> Audit:
     where = Address(stack=NASTY, layer=1, head=2, site=site.format(1))
     found = [
         finding(NASTY, "error", where=where, evidence={NASTY: 1.0}, meaning=NASTY, remedy=NASTY),
-        finding("COLLAPSE", "error", where=Address(stack=NASTY), meaning=NASTY, remedy=NASTY),
+        finding(
+            *("COLLAPSE", "error"),
+            where=Address(stack=NASTY),
+            evidence={"blocks": 1.0},
+            meaning=NASTY,
+            remedy=NASTY,
+        ),
     ]
     about = provenance(
         NASTY,

@@ -190,17 +190,20 @@ def _hints(audit: Audit) -> list[str]:
         (audit.heads, "attention rank 1.00 = full rank, as many independent patterns as tokens"),
         (audit.baseline, "at initialization: of the same model untrained, on the same data"),
         (any(head.random_rank >= 0 for head in audit.heads), "random heads: of random queries and keys"),
-        (audit.states, "spread after: token spread after the layer, 0 = all tokens are the same"),
+        (audit.states, "spread after the layer: token spread, 0 = all tokens are the same"),
         (has_costs, f"cheapest, costliest head: {costs}, as a share of {reference}"),
     )
     passes = 1 + len(audit.heads).bit_length() + MORE_TRIES
     options = (
-        (audit.baseline, "ranks at initialization", "baseline", "3 more audits"),
-        (has_costs, "costs of removing heads", "importance", f"≤ 9 backward, {passes} forward passes"),
+        (audit.baseline, "ranks at initialization", "--at-init", "baseline=True", "3 more audits"),
+        (
+            *(has_costs, "costs of removing heads", "--importance", "importance=True"),
+            f"≤ 9 backward, {passes} forward passes",
+        ),
     )
     missing = [
-        f"{what}, `{f'--{option}' if by_command else f'{option}=True'}` ({cost})"
-        for is_measured, what, option, cost in options
+        f"{what}, `{option if by_command else argument}` ({cost})"
+        for is_measured, what, option, argument, cost in options
         if audit.heads and not is_measured and not _has_errors(audit)
     ]
     lines = {

@@ -70,7 +70,7 @@ def comparison_document(comparison: Comparison) -> Document:
     return Document(
         command="Rankwise comparison",
         heading=f"{model_name(before.model)} → {model_name(after.model)}",
-        setting=f"{heads} and the states of {states} in both",
+        setting=f"{heads} and {states} in both",
         verdict=Verdict(sentence=_verdict(comparison)),
         sections=nonempty(
             Section("structure", "The architectures differ", tables=[_structure(comparison)]),
