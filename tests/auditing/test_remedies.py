@@ -508,7 +508,9 @@ def test_the_command_against_a_collapse_removes_it(folder: Path) -> None:
 def test_the_remedy_of_a_factory_ends_the_advice(case: str, folder: Path) -> None:
     (folder / "net.py").write_text(FACTORY.format(case=case))
     (command,) = [
-        words for words, _ in split_code(of("COLLAPSE", audited("net.py:build")).remedy) if "--lambda" in words
+        words
+        for words, _ in split_code(of("COLLAPSE", audited("net.py:build")).remedy)
+        if "--lambda" in words
     ]
     (line,) = [line for line in run(command).output.splitlines() if line.startswith("load: ")]
     load = line.removeprefix("load: ").partition("   #")[0]
