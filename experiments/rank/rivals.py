@@ -23,7 +23,7 @@ from rankwise.compression.qk_statistics import (
     width_curves,
 )
 from rankwise.compression.rotary_solve import Order, Rows, make_order, removal_costs, rows_of, units_of
-from rankwise.measures.logits import LogitBases, logit_bases
+from rankwise.measures.required_width import LogitBases, logit_bases
 from rankwise.tracing.projections import linear_parts
 
 SHARES = (0.125, 0.25, 0.5, 0.75)

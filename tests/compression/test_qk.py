@@ -35,7 +35,7 @@ from rankwise.compression.qk_statistics import (
     width_curves,
 )
 from rankwise.errors import CompressionError
-from rankwise.measures.logits import LogitBases, logit_bases
+from rankwise.measures.required_width import LogitBases, logit_bases
 
 EPS = torch.finfo(torch.float64).eps
 

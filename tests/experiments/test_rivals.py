@@ -11,7 +11,7 @@ from rankwise.cli.load_model import demo_text
 from rankwise.compression import rotary_find
 from rankwise.compression.qk_statistics import collect_statistics
 from rankwise.compression.rotary_solve import greedy_orders, whole_factors
-from rankwise.measures.logits import LogitBases, logit_bases
+from rankwise.measures.required_width import LogitBases, logit_bases
 
 
 def error(bases: LogitBases, rank: int) -> float:

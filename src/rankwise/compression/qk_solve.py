@@ -32,7 +32,7 @@ from rankwise.compression.qk_statistics import (
 )
 from rankwise.compression.record import BudgetCurve, BudgetPoint, HeadWidth
 from rankwise.errors import CompressionError
-from rankwise.measures.logits import logit_bases
+from rankwise.measures.required_width import logit_bases
 
 CURVE_SEQUENCES = 16
 """Maximum number of sequences on which a head's curve, attention KL against width, is measured."""

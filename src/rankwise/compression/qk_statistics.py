@@ -19,7 +19,7 @@ from rankwise._internals.linalg import as_float64
 from rankwise._internals.rotary import PairRotation, fit_rotation
 from rankwise.compression.layers import Factors, Projections, Step, check_tokens
 from rankwise.errors import CompressionError
-from rankwise.measures.logits import LogitBases
+from rankwise.measures.required_width import LogitBases
 from rankwise.operators import MixingOperator, SoftmaxMixing
 from rankwise.tracing import MixerSite, RecordedCall, capture, record_calls
 from rankwise.tracing.projections import Projection, side_of

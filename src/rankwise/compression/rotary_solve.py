@@ -23,7 +23,7 @@ from rankwise.compression.qk_statistics import (
     usable_layers,
 )
 from rankwise.compression.rotary_find import find_rotary_layers
-from rankwise.measures.logits import logit_bases
+from rankwise.measures.required_width import logit_bases
 
 SEQUENCES, ROWS = 16, 48
 """Maximum number of sequences, and of rows per sequence, on which the removal of units is compared."""

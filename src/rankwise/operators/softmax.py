@@ -121,8 +121,8 @@ class SoftmaxMixing(MixingOperator):
         # If the width is not K, torch does not use its fused kernel and forms the whole matrix. So the values
         # are padded and split into parts of width K.
         whole = F.pad(values, (0, -width % self.query.shape[-1]))
-        parts = [self._attend(part) for part in whole.split(self.query.shape[-1], -1)]
-        return (parts[0] if len(parts) == 1 else torch.cat(parts, -1))[..., :width]
+        outputs = [self._attend(piece) for piece in whole.split(self.query.shape[-1], -1)]
+        return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1))[..., :width]
 
     def _attend(self, values: Tensor) -> Tensor:
         mask, dtype = self.mask, values.dtype
