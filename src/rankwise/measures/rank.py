@@ -138,7 +138,8 @@ def rank_summary(
     for threshold in thresholds:
         check_delta(threshold)
     if exact:
-        return _summarize(*map_parts(op, "`rank_summary`", scaled_svd), delta)
+        sigma, scale = map_parts(op, "`rank_summary`", scaled_svd)
+        return _summarize(sigma, scale, delta)
     decompose = partial(gram_or_svd, thresholds=thresholds, relative=delta if relative else None)
     sigma, scale, used_svd = map_parts(op, "`rank_summary`", decompose)
     return _summarize(sigma, scale, delta)._replace(used_svd=used_svd)

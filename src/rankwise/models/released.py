@@ -204,7 +204,7 @@ def in_layers(
     endings: Iterable[str] = ("weight", "bias"),
     first: int = 0,
 ) -> dict[str, str]:
-    """Return {released weight name: name here} for all layers; own layer indices begin at ``first``."""
+    """Return {released weight name: name here} for all layers; here, layers are counted from ``first`` on."""
     block = {**singles, **with_endings(modules, endings)}
     return {
         f"{theirs}.{layer}.{name}": f"{ours}.{first + layer}.{new}"

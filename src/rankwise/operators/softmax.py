@@ -160,9 +160,10 @@ def hidden_by(bias: Tensor) -> Tensor:
     """Return booleans, True at entries of a bias that hide the scores to which the bias is added.
 
     Rule 1: an entry of at most −9000 hides its score. Rule 2: an entry hides its score if it is more than
-    87.3 below the largest entry of its row (`NO_WEIGHT`), and a gap of more than half of this separates such
-    entries from the others. Thus −100 in shifted windows hides scores, but the evenly decreasing bias of
-    ALiBi does not. Rule 2 never hides a column from every row, because the column would count as padding.
+    87.3 below the largest entry of its row (`NO_WEIGHT`), provided that a gap of more than 43.7 separates
+    these entries from the rest of the row. Thus −100 in shifted windows hides scores, but the evenly
+    decreasing bias of ALiBi does not. Rule 2 never hides a column from every row, because the column would
+    count as padding.
     """
     bias = bias.detach()
     bias = bias[None] if bias.dim() < 2 else bias
