@@ -18,7 +18,6 @@ from rankwise.auditing import Audit, History
 from rankwise.cli import app, run_job
 from rankwise.cli.audit_job import PIECE, WHOLE, AuditJob
 from rankwise.cli.audit_many import audit_many, jobs_of, run_here
-from rankwise.cli.options import add_bare_values
 from rankwise.errors import InputError, RankwiseError
 
 Run = Callable[..., Result]
@@ -502,15 +501,3 @@ def test_wrong_options_are_refused_before_a_model_is_loaded(options, says, tmp_p
         raise done.exception
     assert done.stderr == ""
     assert not out.exists()
-
-
-@pytest.mark.parametrize("value", ["auto", "local", "ray://head:10001", "head:6379", "10.0.0.1:6379"])
-def test_an_address_follows_ray_and_a_model_does_not(value: str) -> None:
-    assert add_bare_values(["--ray", value, "m"]) == ["--ray", value, "m"]
-    for model in ("model.py:build", "gpt2", "org/m", "run/checkpoint-1", "C:1/m", "--out"):
-        assert add_bare_values(["--ray", model]) == ["--ray", "", model]
-    assert add_bare_values(["m", "--ray"]) == ["m", "--ray", ""]
-    assert add_bare_values(["--importance"]) == ["--importance", "auto"]
-    assert add_bare_values(["--importance", "--text", "a"]) == ["--importance", "auto", "--text", "a"]
-    for whole in (["--importance", "exact", "gpt2"], ["--importance=exact"]):
-        assert add_bare_values(whole) == whole
