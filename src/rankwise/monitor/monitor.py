@@ -132,8 +132,10 @@ class RankMonitor:
         self._resume = resume
         self._last_step: int | None = None
         """Step of the last call; None before the first call."""
-        self._due, self._said_back = 0, False
-        """Step from which on an audit is due; True after the warning that training went back."""
+        self._due = 0
+        """Lowest step at which the next audit is due."""
+        self._has_warned = False
+        """True after the warning that training goes back."""
 
     def step(self, model: nn.Module, step: int) -> Audit | None:
         """Audit the probe and return the audit, if one is due; call this after every training step, from 0.
@@ -148,14 +150,14 @@ class RankMonitor:
         step, first = _step_number(step), self._last_step is None
         if first:
             self._begin(model, step)
-        elif step < (self._last_step or 0) and not self._said_back:
+        elif step < (self._last_step or 0) and not self._has_warned:
             logger.warning(
                 "training goes back to step %d: the next audit is at step %d. Count steps over all epochs, "
                 "and make a new RankMonitor for another training.",
                 step,
                 self._due,
             )
-            self._said_back = True
+            self._has_warned = True
         self._last_step = step
         if step < self._due:
             return None
@@ -383,7 +385,7 @@ def _is_first_process() -> bool:
 
 
 def _broadcast_from_first(stopping: Finding | None, device: torch.device) -> Finding | None:
-    """Return the first process's stop decision in every process; if only some stop, the rest hang."""
+    """Return the decision of the first process, in every process: if only some stop, the others hang."""
     decision = [stopping]
     if _several_processes():
         torch.distributed.broadcast_object_list(decision, src=0, device=device)
