@@ -586,7 +586,7 @@ def test_no_command_is_printed_that_compress_refuses(case: str, folder: Path) ->
     code += f"def build():\n    return test_remedies.{made.__name__}(), [{inputs} for _ in range(2)]\n"
     (folder / "net.py").write_text(code)
     audit = audited("net.py:build", "--importance", "exact")
-    for number, (name, parts) in enumerate({"REMOVABLE": "heads", "OVERSIZED_HEADS": "qk,rotary"}.items()):
+    for number, (name, parts) in enumerate({"REMOVABLE": "heads", "OVERSIZED_HEADS": "width"}.items()):
         finding = of(name, audit)
         assert finding.remedy.startswith(f"nothing: rankwise compress --parts {parts} refuses this model, ")
         assert "`" not in finding.remedy
@@ -626,7 +626,7 @@ def test_a_refusal_names_its_part_and_no_error_of_torch(folder: Path) -> None:
     finding = of("REMOVABLE", audited("net.py:build", "--importance", "exact"))
     assert finding.remedy.startswith("nothing: rankwise compress --parts heads refuses this model, because ")
     assert finding.remedy.endswith(": its own code does not compute with fewer heads")
-    run("rankwise compress net.py:build --parts qk --keep 0.5 --out narrow")
+    run("rankwise compress net.py:build --parts width --keep 0.5 --out narrow")
 
 
 def test_layers_of_pytorch_have_no_action_that_compress_refuses() -> None:
@@ -645,7 +645,7 @@ def test_an_action_with_a_condition_is_not_the_first() -> None:
     assert conditional.endswith("if heads come from nn.Linear")
 
 
-@pytest.mark.parametrize("where", ["heads_find.find_removable_heads", "qk_find.find_query_key_layers"])
+@pytest.mark.parametrize("where", ["heads_find.find", "width_find.find"])
 def test_a_bug_is_not_a_refusal(where: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = "from tests.auditing import test_remedies\n"
     code += "def build():\n    return test_remedies.both(), [test_remedies.ids()]\n"
@@ -771,7 +771,7 @@ def test_heads_and_widths_are_compressed_by_one_command(folder: Path) -> None:
     assert {"REMOVABLE", "OVERSIZED_HEADS"} <= {finding.code for finding in acting}
     (action,) = [action for action in audit.verdict.actions if "compress" in action]
     (command,) = [words for words, is_code in split_code(action) if is_code]
-    assert "--parts heads,qk,rotary" in command
+    assert "--parts heads,width" in command
     run(command)
     done = Compression.load(shlex.split(command)[-1])
     wide, fewer = (of(code, audit).evidence["parameters"] for code in ("OVERSIZED_HEADS", "REMOVABLE"))

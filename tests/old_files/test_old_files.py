@@ -18,7 +18,6 @@ from safetensors.torch import load_file
 from torch import nn
 
 from rankwise.auditing import Audit, History, compare
-from rankwise.compression import Compression
 from rankwise.monitor import RankMonitor
 from rankwise.plan import HeadDimPlan
 from rankwise.skips import SkipCertificate
@@ -112,7 +111,6 @@ NOTES = {
 KINDS: dict[str, Callable[[Path], Any]] = {
     "audits": Audit.load,
     "certificates": SkipCertificate.load,
-    "compressed": Compression.load,
     "history": Audit.load,
     "monitor": Audit.load,
     "older": Audit.load,
@@ -134,7 +132,7 @@ def removable_calls(audit: Any) -> list[tuple[int, str, int, int]]:
 
 # --- records -------------------------------------------------------------------------------------------
 
-FILES = ("*.json", "*/audit.json", "*/compression.json")
+FILES = ("*.json", "*/audit.json")
 RECORDS = sorted(
     str(path.relative_to(HERE)) for kind in KINDS for of in FILES for path in (HERE / kind).glob(of)
 )
@@ -172,8 +170,6 @@ def renamed(path: str) -> str:
 def test_a_record_keeps_every_field(name: str) -> None:
     new, file = written(load(name)), of_file(name)
     dropped = list(DROPPED)
-    if name.startswith("compressed/"):  # each part has its own target now; the cost is `output_kl`
-        dropped += [r"^(budget|latent_curves)(\.|$)", r"(^|\.)kl_end_to_end$"]
     if name.startswith("certificates"):
         dropped += OF_CERTIFICATES
     if name == "older/schema_1_lengths.json":  # computed at the mean of different lengths, so unknown

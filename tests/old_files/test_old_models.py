@@ -11,9 +11,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, BertModel, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, BertModel, LlamaConfig, LlamaForCausalLM
 
-from rankwise.compression import Compression, load_compressed
 from rankwise.models import ToSTForImageClassification, ToSTForSequenceClassification
 from rankwise.skips import apply_saved_skips, load_skips
 
@@ -89,26 +88,6 @@ class Pair(nn.Module):
         for layer in self.layers:
             x, y = layer(x, y)
         return x + y
-
-
-@pytest.mark.parametrize(
-    "name", ["qk", "rotary", "kv", "heads", "together", "module", "together_2", "module_2"]
-)
-def test_a_compressed_model_has_its_saved_outputs(name: str) -> None:
-    folder = HERE / "compressed" / name
-    model = load_compressed(folder, Plain() if name.startswith("module") else None)
-    check_outputs(model, folder)
-    record = Compression.load(folder)
-    assert record.parameters_after == sum(parameter.numel() for parameter in model.parameters())
-
-
-@pytest.mark.parametrize("name", ["qk", "heads", "together", "together_2"])
-def test_a_compressed_model_loads_without_its_head(name: str) -> None:
-    folder = HERE / "compressed" / name
-    base, whole = AutoModel.from_pretrained(folder), load_compressed(folder)
-    ids = load_file(folder / "outputs.safetensors")["input_ids"]
-    with torch.no_grad():
-        assert torch.equal(base(ids)[0], whole.transformer(ids)[0])  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("name", ["skips/layer", "skips/channel", "skips/pair", "older/skips_no_digest"])

@@ -1,18 +1,15 @@
 """Documents of all kinds of reports."""
 
-import json
 import math
-import tempfile
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic import BaseModel
 from tests.support.records import NASTY, nasty, only_nan
 
 from rankwise.auditing import Audit, History
 from rankwise.auditing.comparison import compare_two
-from rankwise.compression import Compression
+from rankwise.compression import BudgetCurve, BudgetPoint, Compression, HeadWidth, LatentRank, LayerCost
 from rankwise.plan import HeadDimPlan, TrainedWidth
 from rankwise.report.audit_report import audit_document
 from rankwise.report.comparison_report import comparison_document, history_document
@@ -28,8 +25,6 @@ from rankwise.report.plan_report import plan_document
 from rankwise.report.skip_report import certificate_document
 from rankwise.skips import LayerCertificate, SkipCertificate, StackCertificate
 from rankwise.tracing import HeadId
-
-OLD_FILES = Path(__file__).parents[1] / "old_files"
 
 
 def page(audit: Audit) -> str:
@@ -52,26 +47,34 @@ def nasty_plan() -> Document:
     return plan_document(plan)
 
 
-R = TypeVar("R")
-
-
-def nasty_copy(file: str, load: Callable[[Path], R]) -> R:
-    """Load a copy of an old file whose texts would escape and whose spreads are missing."""
-
-    def nasty_value(name: str, value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: nasty_value(key, item) for key, item in value.items()}
-        if isinstance(value, list):
-            return [nasty_value(name, item) for item in value]
-        if isinstance(value, str) and name not in {"format", "phase", "part"}:
-            return NASTY
-        return None if name in {"kl", "kl_calibrated", "nats", "effective_rank"} else value
-
-    content = json.loads((OLD_FILES / file).read_text(encoding="utf-8"))
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "copy.json"
-        path.write_text(json.dumps(nasty_value("", content)), encoding="utf-8")
-        return load(path)
+def nasty_compression() -> Document:
+    place: dict[str, Any] = {"site": NASTY, "layer": 0}
+    unknown = dict.fromkeys(("kl", "kl_calibrated"), math.nan)
+    record = Compression(
+        model=NASTY,
+        parts=[NASTY],
+        complete=False,
+        sequences=1,
+        tokens=2,
+        measured_on=NASTY,
+        heads=[
+            HeadWidth(part=part, stack=NASTY, head=0, before=8, width=4, **place, **unknown)
+            for part in ("heads", "width")
+        ],
+        layers=[LayerCost(attention_kl=math.nan, **place)],
+        curves=[BudgetCurve(method=NASTY, points=[BudgetPoint(width=2, kl=0.1)])],
+        latents=[LatentRank(part=NASTY, channels=8, full_rank=8, rank=4, output_kl=math.nan, **place)],
+        attention_kl=0.1,
+        loss_before=1.0,
+        metric=NASTY,
+        parameters_before=9,
+        cache_bytes_before=9,
+        timed=NASTY,
+        left_out={NASTY: NASTY},
+        notes=[NASTY],
+        about=dict.fromkeys((NASTY, "folder", "load", "data", "source"), NASTY),
+    )
+    return compression_document(record)
 
 
 def nasty_certificate() -> Document:
@@ -93,9 +96,7 @@ DOCUMENTS: dict[str, Callable[[], Document]] = {
     "comparison": lambda: comparison_document(compare_two(nasty(), only_nan())),
     "history": lambda: history_document(History.of([nasty(), only_nan(), only_nan()], [NASTY, "b", "c"])),
     "plan": nasty_plan,
-    "compression": lambda: compression_document(
-        nasty_copy("compressed/together/compression.json", Compression.load)
-    ),
+    "compression": nasty_compression,
     "certificate": nasty_certificate,
 }
 """The six kinds, with names that would escape and numbers that are not finite."""
