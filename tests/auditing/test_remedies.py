@@ -680,7 +680,7 @@ def test_heads_and_widths_are_compressed_by_one_command(folder: Path) -> None:
     assert {"REMOVABLE", "OVERSIZED_HEADS"} <= {finding.code for finding in acting}
     (action,) = [action for action in audit.verdict.actions if "compress" in action]
     (command,) = [words for words, is_code in split_code(action) if is_code]
-    assert "--parts heads,qk,rotary" in command
+    assert "--parts heads,width" in command
     run(command)
     done = Compression.load(shlex.split(command)[-1])
     wide, fewer = (of(code, audit).evidence["parameters"] for code in ("OVERSIZED_HEADS", "REMOVABLE"))
