@@ -29,7 +29,7 @@ from rankwise._internals.torch_private import preserve_state
 from rankwise.compression.trials import output_and_mask, relative_error
 from rankwise.errors import first_line
 from rankwise.importance import ImportanceSettings
-from rankwise.importance.choose_loss import choose_loss
+from rankwise.importance.loss_choice import choose_loss
 from rankwise.importance.losses import IGNORE_INDEX, LabelLoss, Loss, LossBatch, logits_of, real_outputs
 from rankwise.tracing import CapturedMixer, CapturedState, capture
 
