@@ -161,7 +161,9 @@ def search_theorem(recipe: Recipe, centre: bool, eps: float) -> dict[str, Any]:
         strength = ((product * q).square() + eps).sqrt() / lengths.amin(-1)
         before = mu(u).square()
         a = (1 - 2 * tokens * width * strength / before) / (strength + 1).square()
-        for i in (a.detach() > 1e-6).nonzero()[:1].flatten().tolist():  # there, λ = 1 is the least of the package
+        for i in (
+            (a.detach() > 1e-6).nonzero()[:1].flatten().tolist()
+        ):  # there, λ = 1 is the least of the package
             matrices = [x[i].detach() for x in (y, product[:, None, None] * m, c)]
             norm: Any = "layer" if centre else "rms"
             least = min_lambda_paper(*matrices, keep_spread=a[i].sqrt().item(), norm=norm, eps=eps)

@@ -26,8 +26,8 @@ from experiments.zoo.state_space import STATE_SPACE, tiny
 from experiments.zoo.transformers import BERT, FAMILIES, hugging_face, text_inputs
 from rankwise._internals.torch_private import forward_hooks
 from rankwise.skips import Skips, add_lambda_skip, remove_lambda_skip
-from rankwise.skips.residual_sums import run_with, tensors_in
 from rankwise.skips.observe import scaled_sums, without_skips
+from rankwise.skips.residual_sums import run_with, tensors_in
 
 HEADINGS = (
     "family", "λ-skips", "captured, max \\|M V − own\\|", "no-op at λ = 1, bit-identical",

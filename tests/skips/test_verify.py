@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from rankwise.skips import SkipError, SkipPlace
 from rankwise.skips.add import install
-from rankwise.skips.hooks import Port, SkipHook
 from rankwise.skips.hook_places import find_places
+from rankwise.skips.hooks import Port, SkipHook
 from rankwise.skips.verify import SumCheck, verify
 
 

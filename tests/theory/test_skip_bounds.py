@@ -71,7 +71,10 @@ def test_bounds_leave_padding_out(case: tuple) -> None:
     for norm in ("none", "layer", "rms"):
         bounds = skip_bound(longer, other, scale, mask, norm), skip_bound(y, b, scale, norm=norm)
         assert torch.allclose(*bounds, rtol=1e-9, atol=1e-9)
-        least = min_lambda_for_spread(longer, other, 0.5, mask, norm), min_lambda_for_spread(y, b, 0.5, norm=norm)
+        least = (
+            min_lambda_for_spread(longer, other, 0.5, mask, norm),
+            min_lambda_for_spread(y, b, 0.5, norm=norm),
+        )
         assert torch.allclose(*least, rtol=1e-6, atol=1e-9)
 
 
@@ -112,7 +115,10 @@ def test_least_scales_are_infinite_if_nothing_can_be_kept() -> None:
     alike = torch.ones(4, 3, dtype=torch.float64)
     other = states(0, 4, 3, 0.0)
     assert min_lambda_for_spread(alike, other, 0.5) == math.inf
-    assert min_lambda_for_spread(torch.tensor([1.0, 2.0, 4.0]).expand(4, 3), other, 0.5, norm="layer") == math.inf
+    assert (
+        min_lambda_for_spread(torch.tensor([1.0, 2.0, 4.0]).expand(4, 3), other, 0.5, norm="layer")
+        == math.inf
+    )
 
 
 # --- searched for violations -------------------------------------------------------------------------------
@@ -270,7 +276,9 @@ def test_the_sum_bound_does_not_round_the_scale(scale: float) -> None:
 def test_the_sum_bound_is_attained() -> None:
     y = states(3, 6, 4, 0.5)
     assert torch.allclose(skip_bound(y, -0.7 * y, 2.0), mu(2.0 * y - 0.7 * y))
-    assert torch.allclose(min_lambda_for_spread(y, -0.7 * y, 0.5), torch.tensor(0.5 + 0.7, dtype=torch.float64))
+    assert torch.allclose(
+        min_lambda_for_spread(y, -0.7 * y, 0.5), torch.tensor(0.5 + 0.7, dtype=torch.float64)
+    )
 
 
 @pytest.mark.parametrize("angle", [0.05, 0.2])
@@ -305,7 +313,9 @@ def floor(scale: float, strength: float, a: float, tokens: int, width: int) -> f
     return 2 * abs(scale) * tokens * width * strength / room if room > 0 else math.inf
 
 
-def drawn(seed: int, norm: str, shape: tuple[int, int], lengths: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
+def drawn(
+    seed: int, norm: str, shape: tuple[int, int], lengths: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor]:
     """States whose lengths leave √D by a factor of up to exp(``lengths``), and M and C of norm 1."""
     tokens, width = shape
     y = normed(states(seed, tokens, width, 0.2), norm)
@@ -333,7 +343,9 @@ def test_the_smallest_scale_meets_both_hypotheses_exactly(
 @pytest.mark.parametrize("lengths", [0.0, 0.2])
 @true_norms
 @settings(max_examples=20)
-@given(strength=st.sampled_from([1e-12, 0.01, 1.0]), keep=st.sampled_from([0.3, 0.95]), seed=st.integers(0, 99))
+@given(
+    strength=st.sampled_from([1e-12, 0.01, 1.0]), keep=st.sampled_from([0.3, 0.95]), seed=st.integers(0, 99)
+)
 def test_the_theorem_holds_for_states_of_any_length_and_any_eps(
     norm: str, lengths: float, eps: float, strength: float, keep: float, seed: int
 ) -> None:

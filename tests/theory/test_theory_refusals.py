@@ -112,6 +112,12 @@ def test_shares_outside_the_open_interval_are_refused(share):
 
 
 def test_a_share_of_the_norm_and_an_unknown_norm_are_refused():
-    refused("`relative`: expected no norm", lambda: min_lambda_for_spread(ROWS, ROWS, 0.5, norm="layer", relative=True))
+    refused(
+        "`relative`: expected no norm",
+        lambda: min_lambda_for_spread(ROWS, ROWS, 0.5, norm="layer", relative=True),
+    )
     refused("`norm`: expected one of none, layer, rms", lambda: skip_bound(ROWS, ROWS, 1.0, norm="batch"))
-    refused("`norm`: expected one of none, layer, rms", lambda: min_lambda_for_spread(ROWS, ROWS, 0.5, norm="batch"))
+    refused(
+        "`norm`: expected one of none, layer, rms",
+        lambda: min_lambda_for_spread(ROWS, ROWS, 0.5, norm="batch"),
+    )

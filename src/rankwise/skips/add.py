@@ -159,7 +159,9 @@ def add_lambda_skip(
     if not new and not exist_ok:
         expected = "a model without λ-skips" + ("" if sites is None else " at these sites")
         fix = "Change the λ it has (`rw.skips.skips_of(model)`), or call `rw.remove_lambda_skip(model)`."
-        raise SkipError(f"model {type(model).__name__}", expected=expected, got=f"one with {len(present)}", fix=fix)
+        raise SkipError(
+            f"model {type(model).__name__}", expected=expected, got=f"one with {len(present)}", fix=fix
+        )
     handles: list[RemovableHandle] = []
     try:
         for place in new:

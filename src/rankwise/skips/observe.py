@@ -17,10 +17,10 @@ from rankwise._internals.torch_private import without_forward_hooks
 from rankwise.auditing.error_hints import fix_hint
 from rankwise.errors import SkipError
 from rankwise.importance.losses import real_tokens
-from rankwise.skips.residual_sums import SumChange, SumName, probe_mode, replacing_sums
-from rankwise.skips.hooks import SkipHook, current
 from rankwise.skips.hook_places import SkipPlace, find_places, skip_places
+from rankwise.skips.hooks import SkipHook, current
 from rankwise.skips.lambda_skip import LambdaSkip
+from rankwise.skips.residual_sums import SumChange, SumName, probe_mode, replacing_sums
 from rankwise.tracing import RecordedCall, record_calls
 
 ROUNDINGS = 8
@@ -249,7 +249,9 @@ def read_norm(module: nn.Module, rows: Tensor, output: Any) -> Norm:
                 allowed += 2 * torch.finfo(output.dtype).eps * ((scale * ideal).abs() + shift.abs())
                 error = (out - scale * ideal).abs()
                 if bool(scale.any()) and bool((error <= allowed).all()):
-                    fitting.append((float(error.sum()), Norm("LayerNorm" if centre else "RMSNorm", eps, scale)))
+                    fitting.append(
+                        (float(error.sum()), Norm("LayerNorm" if centre else "RMSNorm", eps, scale))
+                    )
     if fitting:  # in bfloat16, both norms may fit
         return min(fitting, key=lambda error_and_norm: error_and_norm[0])[1]
     reason = f"{type(module).__name__} computes neither LayerNorm nor RMSNorm of each row"

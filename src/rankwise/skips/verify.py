@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from rankwise._internals.forward import AddedHook, Batch, Change
 from rankwise._internals.linalg import as_float64
 from rankwise.errors import SkipError
-from rankwise.skips.residual_sums import SumName, run_with
-from rankwise.skips.hooks import picked, with_value
 from rankwise.skips.hook_places import SkipPlace
+from rankwise.skips.hooks import picked, with_value
 from rankwise.skips.observe import scaled_sum, without_skips
+from rankwise.skips.residual_sums import SumName, run_with
 from rankwise.tracing.module_calls import holds
 
 
