@@ -1,7 +1,6 @@
 """Recommend λ: choose λ for one stack of blocks by trials, and write it into the findings of an audit."""
 
 import math
-import shlex
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -13,10 +12,10 @@ from rankwise._internals import forward
 from rankwise._internals.forward import Batch, Change, batch_errors, check_batch, each_batch, run_model
 from rankwise._internals.records import grouped
 from rankwise.auditing.error_hints import fix_hint
-from rankwise.auditing.findings import COLLAPSE_FALL, INACTIVE_TURN, RULES
+from rankwise.auditing.findings import COLLAPSE_FALL, INACTIVE_TURN, collapse_words, inactive_remedy
 from rankwise.auditing.measure import measure_states
-from rankwise.auditing.provenance import runnable
-from rankwise.auditing.records import SEVERITY_ORDER, Address, Finding, StateRecord
+from rankwise.auditing.records import SEVERITY_ORDER, Address, Finding, Remedy, StateRecord
+from rankwise.auditing.remedies import in_steps
 from rankwise.auditing.result import Audit
 from rankwise.auditing.statistics import ModelStatistics
 from rankwise.errors import InputError, instance_of, one_of
@@ -57,13 +56,13 @@ PRE_NORM = {"norm_first": (True, "norm_first=True"), "post_norm": (False, 'norm_
 """Attributes of blocks that decide where norms are: the value for pre-norm, and the option that sets it."""
 BUILD_PRE_NORM = "build and train the model with pre-norm ({option}), which has no COLLAPSE on this batch"
 UNTRIED = "nothing that was tried helps; compare the model to one with pre-norm, by rw.skips.try_lambdas"
-TOLD = " Tried on this batch: "
-TRIAL = (
-    "train it with each λ (add the --lr of your training): `{skip --try-steps 100 | "
-    "rw.skips.try_lambdas(lambda: model, batches)}`; to add the least λ that keeps tokens apart here: "
-)
+TRIAL = Remedy(
+    words="train briefly with each λ (add your --lr)", verb="skip", options=[["--try-steps", "100"]],
+    code="rw.skips.try_lambdas(lambda: model, batches)",
+)  # fmt: skip
 """First step against COLLAPSE if a loss is known, because a λ that keeps tokens apart need not train."""
-LOAD = "; then add the line “load:” that it prints to the factory"
+TRIAL_WITH_LOSS = TRIAL.model_copy(update={"code": "rw.skips.try_lambdas(lambda: model, batches, loss=loss)"})
+LOAD = Remedy(words="paste the printed `load:` line into your factory")
 """Last step for a model that a factory builds, because λ-skips are written without the model."""
 
 
@@ -171,7 +170,7 @@ def _choose(
     elif present >= best:
         result = "no COLLAPSE"
     least = "none is known" if proved is None else lambda_words(proved)
-    summary = f"{TOLD.lstrip()}{result}. Proved to keep half of μ² per layer: {least}."
+    summary = f"Tried on this batch: {result}. Proved to keep half of μ² per layer: {least}."
     return LambdaChoice(
         stack=stack, sites=sites, value=best if named else None, removes_collapse=removed, tried=tried,
         proved=proved, mixing_share=sum(shares[site] for site in sites) / len(sites),
@@ -255,27 +254,32 @@ def recommend(audit: AuditT, model: nn.Module, batch: Batch, loss: LossOfModel |
                 continue
             effect = f"its output is {share:.1g} of the sum with its skip connection"
             meaning = f"The mixer at {site or 'the model itself'} barely changes its tokens: {effect}."
-            block, mixer = "take the block out of its list", "set the weights of its output projection to 0"
             suppressed = Finding(
                 code="INACTIVE_BLOCK", severity="warning", where=Address(site=site), meaning=meaning,
-                evidence={"mixer_share": share}, remedy=RULES["INACTIVE_BLOCK"].remedy.replace(block, mixer),
+                evidence={"mixer_share": share},
+                remedy=inactive_remedy("set the weights of its output projection to 0"),
             )  # fmt: skip
             found.append(suppressed)
     if collapsed:
         found = [advise_lambda(one, model, sample, sites) if one.code == "COLLAPSE" else one for one in found]
-        trial, load = "", LOAD * any(".py:" in words[0] for words in audit.provenance.arguments[:1])
+        trial = None
         if loss is not None and not skips:
-            trial = TRIAL.replace("batches)", "batches, loss=loss)")
+            trial = TRIAL_WITH_LOSS
         elif not skips:
             with suppress(InputError), probe_mode(model):  # without a loss there is no trial
                 fitting_loss(model, [forward.to_device(batch, forward.device_of(model))])
                 trial = TRIAL
-        for at, one in enumerate(found):
-            if one.remedy.startswith("{skip --lambda") and (trial or load):
-                found[at] = one.model_copy(update={"remedy": f"{trial}`{one.remedy}`{load}"})
+        of_factory = any(".py:" in words[0] for words in audit.provenance.arguments[:1])
+        for index, finding in enumerate(found):
+            remedy = finding.remedy
+            if finding.code == "COLLAPSE" and remedy is not None and remedy.verb == "skip":
+                before = [] if trial is None else [trial]
+                if before:
+                    remedy = remedy.model_copy(update={"words": f"or {remedy.words}"})
+                steps = in_steps([*before, remedy, *([LOAD] if of_factory else [])])
+                found[index] = finding.model_copy(update={"remedy": steps})
         notes += [TRAINS] * any("lambda_tried" in one.evidence for one in found)
     about = audit.provenance.model_copy(update={"advised": True, "notes": notes})
-    found = [one.model_copy(update={"remedy": runnable(one.remedy, about)}) for one in found]
     ordered = sorted(found, key=lambda finding: SEVERITY_ORDER[finding.severity])
     return audit.model_copy(update={"findings": ordered, "provenance": about})
 
@@ -315,7 +319,7 @@ def advise_lambda(finding: Finding, model: nn.Module, batch: Batch, sites: Seque
     sites, inside = _places_of(model, batch, stack, sites)
     choice = _choose(model, batch, stack, sites, inside)
     if not inside:
-        return finding.model_copy(update={"remedy": choice.advice})
+        return finding.model_copy(update={"remedy": Remedy(words=choice.advice)})
     numbers = {
         "mixing_share": choice.mixing_share,
         "spread_lowest_tried": max(lowest for _, lowest in choice.tried),
@@ -323,29 +327,32 @@ def advise_lambda(finding: Finding, model: nn.Module, batch: Batch, sites: Seque
         "lambda_proved": choice.proved,
     }
     evidence = {name: value for name, value in numbers.items() if value is not None}
-    meaning = f"{finding.meaning.partition(TOLD)[0]} {choice.summary}"
+    meaning = f"{collapse_words(finding.evidence)} {choice.summary}"
     remedy = _remedy(model, batch, choice, sites)
     update = {"evidence": finding.evidence | evidence, "meaning": meaning, "remedy": remedy}
     return finding.model_copy(update=update)
 
 
-def _remedy(model: nn.Module, batch: Batch, choice: LambdaChoice, sites: Sequence[SkipPlace]) -> str:
-    """Return a command or Python code that raises the λ below the chosen λ, or what to do without λ."""
+def _remedy(model: nn.Module, batch: Batch, choice: LambdaChoice, sites: Sequence[SkipPlace]) -> Remedy:
+    """Return the remedy that raises the λ below the chosen λ, or the advice if no λ is named."""
     if choice.value is None:
-        return choice.advice
+        return Remedy(words=choice.advice)
     current = lambdas_of(model, sites)
     below = {name: current[name] for name in choice.sites if bool((current[name].abs() < choice.value).any())}
     if not below:
-        return f"pass a batch that collapses to `rw.skips.choose_lambda(model, batch, {choice.stack!r})`"
+        code = f"rw.skips.choose_lambda(model, batch, {choice.stack!r})"
+        return Remedy(words="pass a batch that collapses", code=code)
     value, modules = choice.value, own_skips(model)
     if own := [(name, modules[name]) for name in below if name in modules]:
         if learned := [f"{name}.weight" for name, skip in own if skip.weight is not None]:
             more = f" and {len(learned) - 1} more" if len(learned) > 1 else ""
-            return f"raise |λ| below {value:g} to {value:g} in the learned `{learned[0]}`{more}"
+            where = f"in the learned `{learned[0]}`{more}"
+            return Remedy(words=f"raise |λ| below {value:g} to {value:g} {where}")
         first = own[0][1]
         fixed = '"skip": "fixed", ' if first.kind == "none" else ""
         sign = -1 if first.kind == "fixed" and first.init < 0 else 1
-        return f'put `{fixed}"skip_init": {sign * value:g}` into the config.json of the model'
+        entry = f'{fixed}"skip_init": {sign * value:g}'
+        return Remedy(words=f"put `{entry}` into the config.json of the model")
     skips = skips_of(model)
     carries = next(iter(below)) in skips
     now = torch.cat([one.flatten().cpu() for one in below.values()])
@@ -353,18 +360,20 @@ def _remedy(model: nn.Module, batch: Batch, choice: LambdaChoice, sites: Sequenc
     if carries and (len(signs) > 1 or bool((now.abs() > value).any())):
         more = f" and at {len(below) - 1} more sites" if len(below) > 1 else ""
         where = f"`rw.skips.skips_of(model)[{next(iter(below))!r}].data`{more}"
-        return f"raise |λ| below {value:g} to {value:g}, with its sign, in {where}"
+        return Remedy(words=f"raise |λ| below {value:g} to {value:g}, with its sign, in {where}")
     init = -value if carries and signs == {True} else value
     # Without names of sites, the remedy would reset every fitted λ, and add λ to other stacks.
     in_stack = not carries and all(name.startswith(f"{choice.stack}.") for name in below)
     named = [] if len(below) == len(sites) else [choice.stack] if in_stack else list(below)
-    options = "".join(f" --sites {shlex.quote(name)}" for name in named)
     code = f"[rw.skips.skips_of(model)[name].data.fill_({init:g}) for name in {list(below)}]"
     if not carries:
         only = f"sites={named}, " if named else ""
         only += 'per="channel", ' * any(value.numel() > 1 for value in skips.values())
         code = f"rw.add_lambda_skip(model, init={init:g}, {only}example=batch)"
-    return f"{{skip --lambda {init:g}{options} --out NAME-skips | {code}}}"
+    least = "raise λ to the smallest value" if carries else "add the smallest λ"
+    options = [["--lambda", f"{init:g}"], *(["--sites", name] for name in named)]
+    words = f"{least} that keeps tokens apart"
+    return Remedy(words=words, verb="skip", options=options, out="skips", code=code)
 
 
 def mixing_shares(
