@@ -185,7 +185,10 @@ def test_findings_are_before_the_tables_and_sorted_by_severity() -> None:
 def test_a_finding_has_place_evidence_and_meaning() -> None:
     lines = [line.strip() for line in printed("encoder").splitlines()]
     at = lines.index("error    COLLAPSE  encoder.layer")
-    said = ["blocks passed 6 · token spread 0.213 · mean cosine 0.955", "After layer 6 all tokens point almost the same way."]
+    said = [
+        "blocks passed 6 · token spread 0.213 · mean cosine 0.955",
+        "After layer 6 all tokens point almost the same way.",
+    ]
     assert lines[at + 1 : at + 3] == said
     assert lines.index("→ rankwise skip sample/encoder-6x12 --init 1.0") < at  # an action of the verdict
 
