@@ -22,7 +22,7 @@ from experiments.training.models import build_model
 from experiments.training.stream import Stream
 from rankwise.models import parameter_groups
 from rankwise.monitor import RankMonitor, logged_numbers
-from rankwise.skips.modules import LambdaSkip
+from rankwise.skips.lambda_skip import LambdaSkip
 
 PROBE_EXAMPLES, PROBE_TOKENS = 2, 128
 """Size of the probe that the monitor audits: exact ranks cost O(T³)."""

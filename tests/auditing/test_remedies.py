@@ -508,7 +508,9 @@ def test_the_command_against_a_collapse_removes_it(folder: Path) -> None:
 def test_the_remedy_of_a_factory_ends_the_advice(case: str, folder: Path) -> None:
     (folder / "net.py").write_text(FACTORY.format(case=case))
     (command,) = [
-        words for words, _ in split_code(of("COLLAPSE", audited("net.py:build")).remedy) if "--init" in words
+        words
+        for words, _ in split_code(of("COLLAPSE", audited("net.py:build")).remedy)
+        if "--lambda" in words
     ]
     (line,) = [line for line in run(command).output.splitlines() if line.startswith("load: ")]
     load = line.removeprefix("load: ").partition("   #")[0]
@@ -678,7 +680,7 @@ def test_heads_and_widths_are_compressed_by_one_command(folder: Path) -> None:
     assert {"REMOVABLE", "OVERSIZED_HEADS"} <= {finding.code for finding in acting}
     (action,) = [action for action in audit.verdict.actions if "compress" in action]
     (command,) = [words for words, is_code in split_code(action) if is_code]
-    assert "--parts heads,qk,rotary" in command
+    assert "--parts heads,width" in command
     run(command)
     done = Compression.load(shlex.split(command)[-1])
     wide, fewer = (of(code, audit).evidence["parameters"] for code in ("OVERSIZED_HEADS", "REMOVABLE"))

@@ -12,9 +12,8 @@ from tests.support.nets import NETS
 
 from rankwise.auditing import Audit, Provenance
 from rankwise.cli.audit_job import AuditJob
-from rankwise.cli.audit_many import jobs_of, run_here
-from rankwise.cli.ray_jobs import run_on_ray
-from rankwise.cli.run_job import run_job
+from rankwise.cli.audit_many import jobs_of
+from rankwise.cli.run_jobs import run_here, run_job, run_on_ray
 from rankwise.errors import InputError, RankwiseError
 
 RETRIES = "RAY_task_oom_retries"

@@ -21,7 +21,7 @@ from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadMo
 from rankwise.auditing import Audit
 from rankwise.cli.audit_job import AuditJob
 from rankwise.cli.load_model import check_device, hub_reachable, load_model, need_hub
-from rankwise.cli.run_job import load, run_job
+from rankwise.cli.run_jobs import load, run_job
 from rankwise.errors import InputError
 
 DISK = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": "cpu", "lm_head": "cpu"}

@@ -280,8 +280,9 @@ def test_the_message_of_a_stop_has_the_layer_the_reading_and_an_action(caplog):
     lowest = min(monitor.history.audits[-1].states, key=lambda layer: layer.spread)
     rule = f"{STOP_AUDITS} audits in a row below {STOP_SPREAD:g}, the last with {lowest.spread:.2g}"
     assert f"{rule} after {lowest.layer} blocks" in line
-    advised = eval(line[line.index("rw.skips.recommend(") :], {"rw": rw, "monitor": monitor, "model": model})
-    assert advised.findings[0].remedy.startswith("raise λ in the config")
+    code = line.split("`")[1]
+    advised = eval(code, {"rw": rw, "monitor": monitor, "model": model})
+    assert advised.findings[0].remedy.words.startswith("raise λ in the config")
     assert f"at the lowest {stop.evidence['spread_lowest']:.2g}" in line
 
 

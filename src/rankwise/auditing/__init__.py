@@ -17,9 +17,11 @@ if TYPE_CHECKING:
         Finding,
         HeadRecord,
         Provenance,
+        Remedy,
         StateRecord,
         UncapturedModule,
     )
+    from rankwise.auditing.remedies import remedy_text
     from rankwise.auditing.result import Audit
     from rankwise.auditing.run import AuditError, audit
     from rankwise.auditing.settings import AuditSettings
@@ -38,6 +40,7 @@ __all__ = [
     "History",
     "InitializationError",
     "Provenance",
+    "Remedy",
     "StateRecord",
     "UncapturedModule",
     "audit",
@@ -45,6 +48,7 @@ __all__ = [
     "compare",
     "in_order",
     "reinitialized",
+    "remedy_text",
     "text_batches",
 ]
 

@@ -171,7 +171,10 @@ def compare_two(before: Audit, after: Audit) -> Comparison:
     ]
     changes = [change for change in every if change.size]
     by_layer = _layer_changes(before, after, stacks)
-    only = [[record.id for record in (*only_heads[side], *only_states[side])] for side in (0, 1)]
+    only = [
+        [*(head.id for head in only_heads[side]), *(state.id for state in only_states[side])]
+        for side in (0, 1)
+    ]
     return Comparison(
         before=before.provenance, after=after.provenance, heads=len(heads), states=len(states),
         warnings=[*_warnings(before, after, heads, states), *costs, *baselines],

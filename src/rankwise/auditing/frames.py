@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from rankwise.auditing.measure_table import HEAD_MEASURES, STATE_MEASURES
-from rankwise.auditing.records import Finding
+from rankwise.auditing.records import Finding, Provenance
+from rankwise.auditing.remedies import remedy_text
 from rankwise.errors import need_package, one_of
 from rankwise.importance.records import HeadImportance
 
@@ -29,7 +30,7 @@ _MEASURES = {
 }
 _BEFORE = {
     "heads": "stack site layer head kind mask cross call sequences nonfinite estimated fallbacks tokens "
-    "sources full_rank width",
+    "sources full_rank head_dim",
     "states": "stack site blocks sequences nonfinite tokens hidden_size",
     "findings": "code severity stack layer site head",
     "uncaptured": "name type reason",
@@ -42,7 +43,9 @@ _AFTER = {
 """Columns of each table that come before (`_BEFORE`) or after (`_AFTER`) measures and evidence."""
 
 
-def table(kind: str, records: Sequence[Any]) -> tuple[list[str], list[Row]]:
+def table(
+    kind: str, records: Sequence[Any], provenance: Provenance | None = None
+) -> tuple[list[str], list[Row]]:
     """Return the columns of a table, and a row per record.
 
     A measure is followed by its standard deviation over sequences, ``NAME_std``, and by the standard error of
@@ -54,7 +57,7 @@ def table(kind: str, records: Sequence[Any]) -> tuple[list[str], list[Row]]:
     before, after = _BEFORE[kind].split(), _AFTER.get(kind, "").split()
     measures = _MEASURES.get(kind, [])
     numbers, always = [*measures, *after], [*before, *measures, *after]
-    rows = [_row(record, always) for record in records]
+    rows = [_row(record, always, provenance) for record in records]
     known = dict.fromkeys(name for row in rows for name in row)
     listed = [
         *before,
@@ -68,9 +71,11 @@ def table(kind: str, records: Sequence[Any]) -> tuple[list[str], list[Row]]:
     return columns, [{name: row.get(name) for name in columns} for row in rows]
 
 
-def _row(record: Any, always: Iterable[str]) -> Row:
+def _row(record: Any, always: Iterable[str], provenance: Provenance | None) -> Row:
     place = record.where if isinstance(record, Finding) else record
     row = {name: getattr(place if hasattr(place, name) else record, name) for name in always}
+    if isinstance(record, Finding):
+        row["remedy"] = "" if record.remedy is None else remedy_text(record.remedy, provenance)
     for name, pattern in (("std", "{}_std"), ("stderr", "{}_stderr"), ("evidence", "evidence_{}")):
         row |= _named(pattern, getattr(record, name, {}))
     row |= _named("importance_{}", dict(getattr(record, "importance", None) or {}))

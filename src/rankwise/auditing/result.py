@@ -161,7 +161,7 @@ class Audit(SavedRecord):
         Lists (spectra, maps, thresholds) are omitted; they are in the records. Raise `InputError` if pandas
         is not installed, or ``records`` is not a kind of records, such as "heads" or "states".
         """
-        return data_frame(*table(records, getattr(self, records, [])))
+        return data_frame(*table(records, getattr(self, records, []), self.provenance))
 
     def to_csv(self, path: str | Path, records: Records = "heads") -> Path:
         """Write records as CSV, with the columns of `to_frame`, and return the path; pandas is not required.
@@ -171,7 +171,7 @@ class Audit(SavedRecord):
         is ``heads.csv`` (``states.csv``, …). Raise `InputError` if the file cannot be written, or ``records``
         is not a kind of records.
         """
-        text = csv_text(*table(records, getattr(self, records, [])))
+        text = csv_text(*table(records, getattr(self, records, []), self.provenance))
         return write_file(path, text, "table", in_folder=f"{records}.csv")
 
     def head(self, layer: int, head: int, *, stack: str | None = None, site: str | None = None) -> HeadRecord:

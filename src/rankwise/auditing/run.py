@@ -41,7 +41,6 @@ from rankwise.measures import DELTA
 from rankwise.tracing import CapturedMixer, CapturedState, OperatorFunction, Trace, capture, compiled_modules
 from rankwise.tracing.model_checks import sharded_again, without_copies
 
-OF_PARAMETERS = "nn.MultiheadAttention computes its heads from parameters of its own, not from an nn.Linear"
 """Reason why `compress` refuses layers of PyTorch."""
 
 
@@ -331,10 +330,6 @@ class Run:
             "sequences": self.sequences, "parts": [self.data.value] if self.data.value else [],
             "seconds": round(perf_counter() - self.started, 1),
         }  # fmt: skip
-        mixers = [self.model.get_submodule(mixer.site) for mixer in self.statistics.heads]
-        of_torch = (any(isinstance(own, nn.MultiheadAttention) for own in site.modules()) for site in mixers)
-        if mixers and all(of_torch):
-            measured["refused"] = dict.fromkeys(("heads", "width"), OF_PARAMETERS)
         measured |= {} if "weights" in given else {"weights": weights_digest(self.model)}
         parts = [f"measured: {part}, spread evenly" for part in self.measured_in_part]
         notes = list(

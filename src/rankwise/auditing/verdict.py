@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from rankwise._internals.records import grouped
 from rankwise.auditing.findings import MIN_TOKENS, RULES
 from rankwise.auditing.importance_findings import cheapest_words
-from rankwise.auditing.provenance import LINEAR, REFUSED
-from rankwise.auditing.records import NOTHING, Finding, Verdict
+from rankwise.auditing.records import Finding, Remedy, Verdict
+from rankwise.auditing.remedies import join_compressions, remedy_text
 
 if TYPE_CHECKING:
     from rankwise.auditing.result import Audit
@@ -26,15 +26,15 @@ def verdict_of(audit: "Audit") -> Verdict:
     """Return the sentence and the actions of an audit.
 
     The sentence names the errors and warnings; if there are none, it names what was looked for. Actions are
-    the remedies of the most severe findings, one per code; with errors, the remedies of errors and COLLAPSE.
-    A remedy that begins with "nothing:" is not an action; without actions, `no_action` says what the cheapest
-    removal of a head would bring, or why `rankwise compress` refuses the model.
+    the remedies of the most severe findings, one per code; with errors, the remedies of errors alone. A
+    remedy with `no_action` is not an action; without actions, the verdict says what the cheapest removal of a
+    head would bring.
     """
     kinds = grouped(audit.findings, lambda finding: finding.code)
-    named = {code: own for code, own in kinds.items() if code in RULES and RULES[code].names}
+    named = {code: found for code, found in kinds.items() if code in RULES and RULES[code].names}
     several = len({head.stack for head in audit.heads} | {state.stack for state in audit.states}) > 1
-    severe = {code: own for code, own in named.items() if own[0].severity != "info"}
-    errors = any(own[0].severity == "error" for own in severe.values())
+    severe = {code: found for code, found in named.items() if found[0].severity != "info"}
+    errors = any(found[0].severity == "error" for found in severe.values())
     if severe:
         sentence = ("Not healthy: " if errors else "Worth a look: ") + _listed(severe, several)
     elif not audit.heads and not audit.states:
@@ -42,31 +42,32 @@ def verdict_of(audit: "Audit") -> Verdict:
     else:
         sentence = _healthy(audit, named, several)
     sentences = [f"{sentence}.", *([] if audit.complete else [STOPPED])]
-    actions: dict[str, str] = {}
-    for finding in audit.findings:
-        rule = RULES.get(finding.code)
-        first = finding.severity == "error" or finding.code == "COLLAPSE"  # a warning in older files
-        acts = (rule is None or rule.causes_action) and (first or not errors)
-        if acts and not finding.remedy.startswith(NOTHING):
-            is_code = any(word in finding.remedy for word in ("rankwise ", "rw."))
-            where = "" if is_code else f"{finding.place}: "
-            actions.setdefault(finding.code, where + finding.remedy)
-    if {"REMOVABLE", "OVERSIZED_HEADS"} <= actions.keys():  # a compressed model cannot be compressed again
-        del actions["OVERSIZED_HEADS"]
-        both = actions["REMOVABLE"].replace("--parts heads", "--parts heads,width")
-        actions["REMOVABLE"] = both.replace('parts="heads"', 'parts=("heads", "width")')
-    known = sorted(dict.fromkeys(actions.values()), key=lambda action: LINEAR in action)
-    no_action: list[str] = []
-    if not severe and not actions:
-        if audit.importance is not None:
-            no_action.append(cheapest_words(audit.importance, audit.heads, audit.states, audit.provenance))
-        refused = [finding.remedy for finding in audit.findings if finding.remedy.startswith(REFUSED)]
-        no_action += [f"{remedy.removeprefix(NOTHING)[1:]}." for remedy in refused[:1]]
-    return Verdict(
-        sentence=" ".join(sentences),
-        actions=tuple(known[:MOST_ACTIONS]),
-        no_action=" ".join(filter(None, no_action)),
-    )
+    actions = _actions([finding for finding in audit.findings if finding.severity == "error" or not errors])
+    texts = dict.fromkeys(place + remedy_text(remedy, audit.provenance) for place, remedy in actions)
+    no_action = ""
+    if not severe and not actions and audit.importance is not None:
+        no_action = cheapest_words(audit.importance, audit.heads, audit.states, audit.provenance)
+    return Verdict(sentence=" ".join(sentences), actions=tuple(texts)[:MOST_ACTIONS], no_action=no_action)
+
+
+def _actions(findings: Sequence[Finding]) -> list[tuple[str, Remedy]]:
+    """Return the first remedy of each code, the conditional ones last, and its place if it has no code.
+
+    All that can be compressed is compressed by one command, because a compressed model cannot be compressed.
+    """
+    actions: dict[str, tuple[str, Remedy]] = {}
+    for finding in findings:
+        remedy = finding.remedy
+        if remedy is not None and not remedy.no_action:
+            has_code = any(step.verb or step.code for step in (remedy, *remedy.then))
+            actions.setdefault(finding.code, ("" if has_code else f"{finding.place}: ", remedy))
+    compressing = {code: remedy for code, (_, remedy) in actions.items() if remedy.verb == "compress"}
+    for number, code in enumerate(compressing):
+        if number:
+            del actions[code]
+        else:
+            actions[code] = "", join_compressions([*compressing.values()])
+    return sorted(actions.values(), key=lambda action: bool(action[1].condition))
 
 
 def _healthy(audit: "Audit", noted: dict[str, list[Finding]], several: bool) -> str:

@@ -84,7 +84,7 @@ def command(
     from rankwise.compression.run import compress, part_targets
     from rankwise.compression.save import RECORD, loading_line, save_compressed, structure_of
     from rankwise.report.compression_report import compression_document
-    from rankwise.skips.store import FACTS, NUMBERS
+    from rankwise.skips.save import FACTS, NUMBERS
 
     shares, tolerances = _target("--keep", keep), _target("--tolerance", tolerance)
     names = None if parts is None else [name.strip() for name in parts.split(",") if name.strip()]

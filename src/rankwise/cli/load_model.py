@@ -16,7 +16,7 @@ from torch import nn
 from rankwise._internals.files import writable_folder
 from rankwise.cli.output import quiet_libraries
 from rankwise.errors import InputError, did_you_mean, first_line, instance_of, need_package, one_of
-from rankwise.skips import apply_saved_skips
+from rankwise.skips import load_skips
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "float64")}
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -61,11 +61,11 @@ class LoadedModel:
     random_weights: tuple[str, ...] = ()
     """Names of weights that are not in the checkpoint, and therefore random at each start."""
     random_blocks: list[str] = field(default_factory=list)
-    """Those of them that are in blocks or embeddings."""
+    """Names in ``random_weights`` that belong to blocks or embeddings."""
     is_part: bool = False
-    """True if the rest of the model was left out, as commands cannot do."""
+    """True if the model is a part of the named model, which no option of a command selects."""
     use_cache: bool | None = None
-    """Setting of the checkpoint; `load_model` turns the cache off."""
+    """Value of ``use_cache`` in the checkpoint; `load_model` turns the cache off."""
 
     @property
     def input_name(self) -> str:
@@ -125,7 +125,7 @@ def load_model(
         fix = "Use --device cpu, or --dtype bfloat16 to halve its size."
         got = first_line(error)
         raise InputError(f"--device {device}", expected="a device for the model", got=got, fix=fix) from error
-    if loaded.source and (skips := apply_saved_skips(loaded.model, loaded.source)) is not None:
+    if loaded.source and (skips := load_skips(loaded.model, loaded.source, missing_ok=True)):
         loaded.notes.append(f"with the {len(skips)} λ-skips saved next to the model")
     return loaded
 
@@ -226,9 +226,9 @@ def _from_transformers(
 def _missing_in_blocks(
     subject: str, model: nn.Module, missing: Sequence[str], extra: Iterable[str]
 ) -> list[str]:
-    """Return the weights of blocks and embeddings that a checkpoint lacks, with a warning if there are any.
+    """Return the weights of blocks and embeddings that a checkpoint lacks; print a warning if there are any.
 
-    The output layer of a language model is an embedding, too; another new head is no reason for a warning.
+    The output layer of a language model counts as an embedding. A new classifier causes no warning.
 
     Raise `InputError` if the checkpoint has none of the weights of the model.
     """

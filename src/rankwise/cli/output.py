@@ -65,7 +65,7 @@ def check_no_audit(out: Path, *, several: bool | None = None) -> None:
 
 
 def exit_if_found(audits: "Iterable[Audit]", codes: Iterable[str], error: Exception | None = None) -> None:
-    """Leave with the status of --fail-on if an audit has a finding of these codes; else raise the error."""
+    """Exit with status `FOUND` if an audit has a finding of these codes; otherwise raise the error."""
     failing = sorted({finding.code for audit in audits for finding in audit.findings} & set(codes))
     if failing:
         if isinstance(error, RankwiseError):

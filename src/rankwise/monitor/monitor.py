@@ -31,6 +31,7 @@ from rankwise.auditing.findings import check_codes
 from rankwise.auditing.history import History
 from rankwise.auditing.match_findings import finding_changes
 from rankwise.auditing.records import Finding
+from rankwise.auditing.remedies import remedy_text
 from rankwise.auditing.settings import AuditOptions, AuditSettings, check_callable
 from rankwise.errors import InputError, first_line, whole_number
 from rankwise.monitor.folder import AuditFolder
@@ -43,6 +44,8 @@ EVERY = 500
 STOP_SPREAD, STOP_AUDITS = 0.0002, 3
 """COLLAPSE stops a training if the least token spread of a stack is below this value in so many audits in a
 row after step 0: the rule that stopped no kept run that learned (docs/evidence/collapse-rule.md)."""
+RECOMMEND = "rw.skips.recommend(monitor.history.audits[-1], model, monitor.batches[0])"
+"""Code of the remedy of COLLAPSE, with the names of a training."""
 LOGGED: Mapping[str, tuple[str, ...]] = {
     "heads": ("effective_rank", "stable_rank", "first_token_mass"),
     "states": ("spread", "mean_cosine", "effective_rank"),
@@ -129,8 +132,10 @@ class RankMonitor:
         self._resume = resume
         self._last_step: int | None = None
         """Step of the last call; None before the first call."""
-        self._due, self._said_back = 0, False
-        """Step from which on an audit is due; True after the warning that training went back."""
+        self._due = 0
+        """Lowest step at which the next audit is due."""
+        self._has_warned = False
+        """True after the warning that training goes back."""
 
     def step(self, model: nn.Module, step: int) -> Audit | None:
         """Audit the probe and return the audit, if one is due; call this after every training step, from 0.
@@ -145,14 +150,14 @@ class RankMonitor:
         step, first = _step_number(step), self._last_step is None
         if first:
             self._begin(model, step)
-        elif step < (self._last_step or 0) and not self._said_back:
+        elif step < (self._last_step or 0) and not self._has_warned:
             logger.warning(
                 "training goes back to step %d: the next audit is at step %d. Count steps over all epochs, "
                 "and make a new RankMonitor for another training.",
                 step,
                 self._due,
             )
-            self._said_back = True
+            self._has_warned = True
         self._last_step = step
         if step < self._due:
             return None
@@ -271,9 +276,11 @@ class RankMonitor:
                 lowest = min(states, key=lambda state: state.spread)
                 rule = f" {STOP_AUDITS} audits in a row below {STOP_SPREAD:g}, the last with "
                 rule += f"{lowest.spread:.2g} after {lowest.blocks} blocks."
-            ours = "monitor.history.audits[-1], model, monitor.batches[0]"
-            remedy = stop.remedy.replace("audit, model, batch", ours)
-            words = f"at {stop.place}:{rule} {stop.meaning} {remedy}"
+            remedy = stop.remedy
+            if remedy is not None and stop.code == "COLLAPSE":
+                remedy = remedy.model_copy(update={"code": RECOMMEND})
+            advice = "" if remedy is None else f" What to do: {remedy_text(remedy)}"
+            words = f"at {stop.place}:{rule} {stop.meaning}{advice}"
             logger.error("step %d: training stops on %s%s, %s", step, stop.code, where, words)
         if self._on_finding is not None:
             for finding in new:
@@ -378,7 +385,7 @@ def _is_first_process() -> bool:
 
 
 def _broadcast_from_first(stopping: Finding | None, device: torch.device) -> Finding | None:
-    """Return the first process's stop decision in every process; if only some stop, the rest hang."""
+    """Return the decision of the first process, in every process: if only some stop, the others hang."""
     decision = [stopping]
     if _several_processes():
         torch.distributed.broadcast_object_list(decision, src=0, device=device)

@@ -46,7 +46,7 @@ def audit_document(audit: Audit) -> Document:
     """Return the report on an audit, with the data of the interactive parts of its page."""
     grids = grids_of(audit.heads)
     targets = find_targets(audit.findings, audit)
-    findings = finding_items(audit.findings, targets, grids)
+    findings = finding_items(audit.findings, targets, grids, audit.provenance)
     depth = [depth_curves(measure, audit.states) for measure in DRAWN] if audit.states else []
     numbers = [_console_layers(grid, audit.heads) for grid in grids]
     numbers += [_console_states(*stack) for stack in grouped(audit.states, attrgetter("stack")).items()]

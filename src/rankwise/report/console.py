@@ -15,7 +15,7 @@ from rich.text import Text
 from rankwise.auditing.records import SEVERITIES, Severity
 from rankwise.errors import strip_control
 from rankwise.report.document import Cell, Document, Item, Items, Section, Table, column_kinds
-from rankwise.report.format import count, is_command
+from rankwise.report.format import count
 
 STYLES: dict[Severity, str] = {"error": "bold red", "warning": "bold yellow", "info": "bold blue"}
 INDENT = 9
@@ -48,10 +48,11 @@ def print_document(document: Document, console: Console | None = None, *, verbos
         out.print()
         out.print(line((document.verdict.sentence, "bold")), overflow="fold")
         for action in document.verdict.actions:
-            whole = is_command(action) or "`" in action  # code stays in one piece, so that it can be copied
-            words = line("→ ", (action, "cyan" if is_command(action) else ""), separator="")
-            # with soft_wrap, a given overflow would cut the line off
-            out.print(words, overflow=None if whole else "fold", soft_wrap=whole)
+            for number, words in enumerate(action.splitlines()):
+                has_code = "`" in words  # code stays in one piece, so that it can be copied
+                text = line("  " if number else "→ ", words, separator="")
+                # with soft_wrap, a given overflow would cut the line off
+                out.print(text, overflow=None if has_code else "fold", soft_wrap=has_code)
         if document.verdict.no_action:
             out.print(line(document.verdict.no_action), overflow="fold")
         out.print()
@@ -62,7 +63,7 @@ def print_document(document: Document, console: Console | None = None, *, verbos
             _print_section(section, out)
         for note in document.notes:
             out.print(line(("Note: ", "bold"), note, separator=""), overflow="fold")
-        facts = [f"{name}: {value}" for name, value in document.origin if not is_command(value)]
+        facts = [f"{name}: {value}" for name, value in document.origin if not value.startswith("rankwise ")]
         if facts:
             out.print(line(*((fact, "dim") for fact in facts)), overflow="fold")
 

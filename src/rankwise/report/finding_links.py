@@ -7,7 +7,8 @@ from typing import Literal
 from rankwise._internals.records import format_number
 from rankwise.auditing.findings import RULES, about
 from rankwise.auditing.measure_table import PICTURED, REFERENCES
-from rankwise.auditing.records import SEVERITY_ORDER, Finding, Severity
+from rankwise.auditing.records import SEVERITY_ORDER, Finding, Provenance, Severity
+from rankwise.auditing.remedies import remedy_text
 from rankwise.auditing.result import Audit
 from rankwise.auditing.verdict import number_words
 from rankwise.report.document import Item
@@ -81,7 +82,7 @@ def _measure(finding: Finding) -> str:
 
 
 def finding_items(
-    findings: Sequence[Finding], targets: Sequence[Target], grids: Sequence[Grid]
+    findings: Sequence[Finding], targets: Sequence[Target], grids: Sequence[Grid], about: Provenance
 ) -> list[Item]:
     """Return the findings as list items with links to their places on the page."""
     homes = {index: number for number, grid in enumerate(grids) for index in grid.indices}
@@ -93,7 +94,7 @@ def finding_items(
             _place(finding),
             [(title(name), format_number(value)) for name, value in finding.evidence.items()],
             finding.meaning,
-            finding.remedy,
+            "" if finding.remedy is None else remedy_text(finding.remedy, about),
             site=finding.where.site if stacks.count(finding.where.stack) > 1 else "",
             link=f"grid-{homes[target.heads[0]]}" if target.section == "heads" else target.section,
             number=index,

@@ -28,20 +28,13 @@ def title(measure: str) -> str:
     return _TITLES.get(measure, measure.replace("_", " "))
 
 
-def is_command(remedy: str) -> bool:
-    """Return True if a remedy is a command or a call of this package, False if it is a sentence."""
-    return remedy.startswith(("rankwise ", "rankwise.", "rw."))
-
-
 def split_code(text: str) -> list[tuple[str, bool]]:
-    """Split a remedy into pairs (text, True if it is code); code is text in backticks, or a whole command.
+    """Split a text into pairs (text, True if it is code), where code is in backticks.
 
     Examples:
-        >>> split_code("then `rankwise compare A B`"), split_code("rankwise plan --tokens 128")
-        ([('then ', False), ('rankwise compare A B', True)], [('rankwise plan --tokens 128', True)])
+        >>> split_code("then `rankwise compare A B`")
+        [('then ', False), ('rankwise compare A B', True)]
     """
-    if is_command(text):
-        return [(text, True)]
     return [(piece, number % 2 == 1) for number, piece in enumerate(text.split("`")) if piece]
 
 
