@@ -23,7 +23,7 @@ from rankwise.compression.width_find import (
     width_curves,
 )
 from rankwise.compression.width_solve import Curve, closed_form, widths_under_budget
-from rankwise.measures.logits import LogitBases, logit_bases
+from rankwise.measures.required_width import LogitBases, logit_bases
 from rankwise.tracing.projections import linear_parts
 
 SHARES = (0.125, 0.25, 0.5, 0.75)

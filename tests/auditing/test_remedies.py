@@ -481,7 +481,7 @@ def test_findings_on_heads_and_widths_keep_their_promises(folder: Path) -> None:
     wide, fewer = (of(code, audit).evidence["parameters"] for code in ("OVERSIZED_HEADS", "REMOVABLE"))
     done, saved = compressed(*printed(finding, audit.provenance))
     assert 0.8 * wide <= saved <= 1.25 * wide
-    assert done.kl <= 1.5 * finding.evidence["tolerance"]
+    assert done.attention_kl <= 1.5 * finding.evidence["tolerance"]
     (action,) = [action for action in audit.verdict.actions if "compress" in action]
     assert action.endswith(f", if {LINEAR}")
     command = action.split("`")[1]

@@ -10,7 +10,7 @@ from tests.compression.test_qk import head
 from rankwise.cli.load_model import demo_text
 from rankwise.compression.width_factors import greedy_orders, whole_factors
 from rankwise.compression.width_find import collect_statistics
-from rankwise.measures.logits import LogitBases, logit_bases
+from rankwise.measures.required_width import LogitBases, logit_bases
 
 
 def error(bases: LogitBases, rank: int) -> float:

@@ -19,7 +19,7 @@ from rankwise.auditing.findings import INACTIVE_TURN
 from rankwise.errors import InputError, SkipError
 from rankwise.models import ToSTConfig, ToSTForCausalLM
 from rankwise.skips import LambdaSkip, choose_lambda, recommendation
-from rankwise.skips.observe import lambdas_of, sites_in, with_lambdas
+from rankwise.skips.observe import lambdas_of, places_in, with_lambdas
 from rankwise.tracing import Address
 
 bert = hugging_face("BertModel", **BERT)
@@ -315,7 +315,7 @@ def test_a_command_names_sites_if_other_sites_keep_their_lambda(low: int) -> Non
     below = [name for name, skip in skips.items() if float(skip.detach()) < value]
     named = [["--sites", name] for name in below] if len(below) < len(skips) else []
     assert one.remedy is not None
-    assert (one.remedy.verb, one.remedy.options) == ("skip", [["--init", f"{value:g}"], *named])
+    assert (one.remedy.verb, one.remedy.options) == ("skip", [["--lambda", f"{value:g}"], *named])
 
 
 class TwoStacks(nn.Module):
@@ -339,7 +339,7 @@ def test_the_remedy_for_one_of_two_stacks_names_the_stack() -> None:
         finding.evidence["lambda_tried"],
         Provenance(model="m", delta=0.01, arguments=[["net"]]),
     )
-    command = f"rankwise skip net --init {value:g} --sites second --out net-skips"
+    command = f"rankwise skip net --lambda {value:g} --sites second --out net-skips"
     code = f"rw.add_lambda_skip(model, init={value:g}, sites=['second'], example=batch)"
     assert advice(finding, by_command) == f"add the smallest λ that keeps tokens apart: `{command}`"
     assert advice(finding) == f"add the smallest λ that keeps tokens apart: `{code}`"
@@ -461,7 +461,7 @@ def test_learned_lambdas_are_named_by_their_weights(skip: str) -> None:
 @pytest.mark.parametrize("skip", ["fixed", "none", "learned", "channel", "shared"])
 def test_lambda_modules_have_the_same_certificate_as_hooks(skip: str) -> None:
     model = tost(skip=skip, skip_init=1.5)
-    assert len(sites_in(model, BATCH)[0]) == SIZES["num_hidden_layers"]
+    assert len(places_in(model, BATCH)[0]) == SIZES["num_hidden_layers"]
     certificate = rw.certify_skip(model, BATCH)
     for layer in certificate.layers:
         assert layer.kept_lower_bound <= layer.kept * (1 + 1e-9)
@@ -481,7 +481,7 @@ def test_lambda_modules_have_the_same_certificate_as_hooks(skip: str) -> None:
 
 
 def shares(model: nn.Module, batch: Any) -> dict[str, float]:
-    return recommendation.mixing_shares(model, batch, sites_in(model, batch)[0])
+    return recommendation.mixing_shares(model, batch, places_in(model, batch)[0])
 
 
 def test_a_suppressed_mixer_is_found_although_its_block_changes_the_states() -> None:

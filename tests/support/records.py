@@ -308,8 +308,8 @@ def encoder_decoder() -> Audit:
     collapse = finding(
         "COLLAPSE",
         "error",
-        where=Address(stack="decoder.block", layer=6),
-        evidence={"spread": 0.172, "mean_cosine": 0.97},
+        where=Address(stack="decoder.block"),
+        evidence={"blocks": 6.0, "spread": 0.172, "mean_cosine": 0.97},
         meaning="After layer 6 all tokens point almost the same way.",
     )
     sink = finding(where=Address(stack="decoder.block", layer=4, head=6, site=cross.format(4)))
@@ -329,7 +329,13 @@ def nasty() -> Audit:
     bad = Remedy(words=NASTY, code=NASTY, condition=NASTY)
     found = [
         finding(NASTY, "error", where=where, evidence={NASTY: 1.0}, meaning=NASTY, remedy=bad),
-        finding("COLLAPSE", "error", where=Address(stack=NASTY), meaning=NASTY, remedy=bad),
+        finding(
+            *("COLLAPSE", "error"),
+            where=Address(stack=NASTY),
+            evidence={"blocks": 1.0},
+            meaning=NASTY,
+            remedy=bad,
+        ),
     ]
     about = provenance(
         NASTY,

@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple, TypeVar
 import numpy as np
 from pydantic import Field
 
+from rankwise._internals.lazy import report_package
 from rankwise._internals.records import Address, Count, Number, Record, grouped
 from rankwise._internals.statistics import mean
 from rankwise.auditing.match_findings import OUTCOMES, FindingChange, finding_changes
@@ -136,12 +137,11 @@ class Comparison(Record):
 
         In a folder, the file is ``comparison.html``. Return its path; raise `InputError` if writing fails.
         """
-        from rankwise.report import write_page
-        from rankwise.report.comparison_report import comparison_document
-
         path = Path(path)
         path = path / "comparison.html" if path.is_dir() else path
-        return write_page(comparison_document(self), path)
+        report = report_package()
+        written: Path = report.write_page(report.document_of(self), path)
+        return written
 
     def __repr__(self) -> str:
         counts = Counter(change.outcome for change in self.findings)

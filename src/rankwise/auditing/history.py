@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, overload
 
 from rankwise._internals.files import folder_name, write_file
+from rankwise._internals.lazy import report_package
 from rankwise.auditing.comparison import COST, Comparison, LayerKey, compare_two, cost_origin, layer_means
 from rankwise.auditing.frames import Row, csv_text, data_frame, table
 from rankwise.auditing.result import LOAD, Audit
@@ -204,10 +205,9 @@ class History:
 
         In a folder, the file is ``index.html``. Return its path; raise `InputError` if writing fails.
         """
-        from rankwise.report import write_page
-        from rankwise.report.comparison_report import history_document
-
-        return write_page(history_document(self), Path(path))
+        report = report_package()
+        written: Path = report.write_page(report.document_of(self), Path(path))
+        return written
 
     def __repr__(self) -> str:
         if not self._entries:

@@ -215,7 +215,7 @@ def _measure(
         spectra = _rounded(sigma[:1, :, kept.to(sigma.device)])
     numerical, *band = ranks.numerical
     mean, rate, memberships = _memberships(site, index)
-    values = measures.evaluate({*FUNCTIONS.values(), "head_distance", "max_token_index"}, formed)
+    values = measures.compute_measures({*FUNCTIONS.values(), "head_distance", "max_token_index"}, formed)
 
     def full(value: Tensor | float | int) -> Floats:
         if isinstance(value, Tensor):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from rankwise._internals.files import write_file
+from rankwise._internals.lazy import report_package
 from rankwise._internals.records import Address, SavedRecord
 from rankwise.auditing.baseline import head_baselines, layer_baselines
 from rankwise.auditing.findings import diagnose
@@ -219,19 +220,16 @@ class Audit(SavedRecord):
         With ``verbose`` it has all findings and tables, and the origin of the numbers. Lines have at most
         ``width`` characters.
         """
-        from rankwise.report import document_text
-        from rankwise.report.audit_report import audit_document
-
-        return document_text(audit_document(self), width, verbose=verbose)
+        report = report_package()
+        text: str = report.document_text(report.document_of(self), width, verbose=verbose)
+        return text
 
     def plot(self, measure: str = "numerical_rank") -> "go.Figure":
         """Return a Plotly heat map of one measure of `to_frame`: a row per layer, a column per head.
 
         Raise `InputError` if plotly is not installed, the measure is unknown, or the audit has no heads.
         """
-        from rankwise.report import plot_heads
-
-        return plot_heads(self, measure)
+        return report_package().plot_heads(self, measure)
 
     def plot_depth(self, measure: str | None = None) -> "go.Figure":
         """Return a Plotly figure of token states through depth: a curve per stack, ± one standard deviation.
@@ -239,15 +237,11 @@ class Audit(SavedRecord):
         It shows one measure, such as ``spread``, or by default all measures in the report. Raise
         `InputError` if plotly is not installed, the measure is unknown, or there are no token states.
         """
-        from rankwise.report import plot_depth
-
-        return plot_depth(self, measure)
+        return report_package().plot_depth(self, measure)
 
     def _repr_html_(self) -> str:
         """Return HTML for notebooks: a small table and a heat map of ranks."""
-        from rankwise.report import notebook_html
-
-        return notebook_html(self)
+        return str(report_package().notebook_html(self))
 
     def __repr__(self) -> str:
         model = strip_control(self.provenance.model) or "model"

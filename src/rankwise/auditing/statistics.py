@@ -366,7 +366,7 @@ class AuditStatistics(ModelStatistics):
     """Statistics of the copies at initialization, by random seed."""
 
     def merge_audit(self, other: "AuditStatistics") -> None:
-        """Add an audit of other sequences; take its maps if there are none; keep copies of common seeds."""
+        """Add a saved audit of other sequences; take its attention maps if there are none."""
         mapped = any(any(heads.examples.attention_maps) for heads in self.heads.values())
         self.merge(other, attention_maps=not mapped)
         self.texts = self.texts if mapped else other.texts
@@ -379,9 +379,6 @@ class AuditStatistics(ModelStatistics):
             self.importance = None
         else:
             self.importance.merge(other.importance)
-        self.copies = {seed: copy for seed, copy in self.copies.items() if seed in other.copies}
-        for seed, copy in self.copies.items():
-            copy.merge(other.copies[seed])
 
     def note(self, text: str) -> None:
         """Add a note to the provenance unless the provenance already has this note."""

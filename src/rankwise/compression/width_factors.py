@@ -16,7 +16,7 @@ from rankwise._internals.linalg import as_float64
 from rankwise.compression.trials import Job
 from rankwise.compression.width_find import QueryKeyStatistics, Sample, first_samples
 from rankwise.compression.width_modules import Factors
-from rankwise.measures.logits import LogitBases, logit_bases
+from rankwise.measures.required_width import LogitBases, logit_bases
 
 CURVE_SEQUENCES = 16
 """Maximum number of sequences on which a head's curve, attention KL against width, is measured."""

@@ -19,9 +19,9 @@ from rankwise._internals.forward import (
 )
 from rankwise._internals.statistics import spearman
 from rankwise.errors import InputError
-from rankwise.importance.choose_loss import choose_loss
 from rankwise.importance.gated_passes import GatedPasses, NotDifferentiableError, quoted
-from rankwise.importance.losses import IGNORE_INDEX, LossBatch
+from rankwise.importance.loss_choice import choose_loss
+from rankwise.importance.losses import IGNORE_INDEX
 from rankwise.importance.records import (
     MORE_TRIES,
     BlockImportance,
@@ -221,7 +221,7 @@ def _start(
 ) -> tuple[GatedPasses, dict[str, tuple[str, int]]]:
     """Run the first batch and choose a loss; return the passes, and stack and layer by name of block."""
     say("the first batch, to see its output")
-    inputs = [drop_unused_labels(model, batch)[0] for batch in every]
+    inputs = drop_unused_labels(model, every[0])[0]
     placed: dict[str, tuple[str, int]] = {}
 
     def note(state: CapturedState) -> None:
@@ -230,10 +230,8 @@ def _start(
             placed[state.name] = state.stack, state.layer - 1
 
     with torch.no_grad(), capture(model, on_mixer=lambda site: None, on_state=note, **capturing):
-        output = run_model(model, to_device(inputs[0], device_of(model)))
-    loss = choose_loss(model, LossBatch(inputs[0], every[0]), output, settings)
-    batches = [loss.prepare(*both, number) for number, both in enumerate(zip(inputs, every, strict=True))]
-    loss.check(batches, output)
+        output = run_model(model, to_device(inputs, device_of(model)))
+    loss, batches = choose_loss(model, every, output, settings)
     del output
     passes = GatedPasses(model, batches, loss, settings, capturing, say)
     passes.forward += 1

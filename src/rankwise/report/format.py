@@ -35,7 +35,7 @@ def split_code(text: str) -> list[tuple[str, bool]]:
         >>> split_code("then `rankwise compare A B`")
         [('then ', False), ('rankwise compare A B', True)]
     """
-    return [(part, number % 2 == 1) for number, part in enumerate(text.split("`")) if part]
+    return [(piece, number % 2 == 1) for number, piece in enumerate(text.split("`")) if piece]
 
 
 GENERIC = {"model", "models", "output", "weights", "pretrained"}
@@ -53,7 +53,7 @@ def model_name(name: str) -> str:
         >>> model_name("/data/all-MiniLM/model"), model_name("C:\\m\\gpt"), model_name("code/net.py:build")
         ('all-MiniLM', 'gpt', 'net.py:build')
     """
-    parts = [part for part in re.split(r"[/\\]", name) if part not in ("", ".", "..", "~")]
+    parts = [folder for folder in re.split(r"[/\\]", name) if folder not in ("", ".", "..", "~")]
     is_path = name.startswith(("/", ".", "~", "\\")) or re.match(r"[A-Za-z]:[/\\]", name) or len(parts) > 2
     if not parts or not (is_path or ".py:" in name):
         return name

@@ -1,13 +1,24 @@
-"""Choose the loss for importance from the model, the batches and the model's output."""
+"""Choose the loss of a model from the model, its batches and its output; compute it on batches."""
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rankwise._internals.forward import LABELS, config_value, label_position
+from rankwise._internals.forward import (
+    LABELS,
+    Batch,
+    config_value,
+    device_of,
+    drop_unused_labels,
+    eval_mode,
+    label_position,
+    run_model,
+    to_device,
+)
 from rankwise.errors import InputError
 from rankwise.importance.losses import (
     IGNORE_INDEX,
@@ -17,6 +28,7 @@ from rankwise.importance.losses import (
     LabelLoss,
     Loss,
     LossBatch,
+    SequenceLosses,
     StateLoss,
     first_floating,
     invalid_label,
@@ -39,7 +51,97 @@ CAUSAL_CLASSES = ("ForCausalLM", "LMHeadModel", "LMHead", "DoubleHeadsModel")
 MASKED_CLASSES = ("ForMaskedLM", "ForPreTraining")
 
 
-def choose_loss(model: nn.Module, batch: LossBatch, output: Any, settings: ImportanceSettings) -> Loss:
+class ModelLoss:
+    """Loss of a model on batches; see `model_loss`."""
+
+    def __init__(self, loss: Loss) -> None:
+        self.loss = loss
+        self.name, self.unit = loss.name, loss.unit
+        self.compares_outputs = loss.compares_outputs
+        """True if the batches have nothing to predict; the other methods then raise."""
+
+    def __call__(self, model: nn.Module, batch: Batch, number: int = 0) -> Tensor:
+        """Return the mean loss per label of a batch; differentiable, and in the mode of the model.
+
+        ``number`` is the index of the batch: masked tokens are drawn with the seed plus this number.
+        """
+        losses = self.sequences(model, batch, number)
+        return losses.total.sum() / losses.count.sum()
+
+    def sequences(self, model: nn.Module, batch: Batch, number: int = 0) -> SequenceLosses:
+        """Return the sum of the loss over the labels of each sequence, and the number of labels."""
+        return self.loss.read(*self._run(model, batch, number))
+
+    def mean(self, model: nn.Module, batches: Iterable[Batch]) -> float:
+        """Return the mean loss per label of all batches, in evaluation mode and without gradients."""
+        total = count = 0.0
+        with eval_mode(model), torch.no_grad():
+            for number, batch in enumerate(batches):
+                losses = self.sequences(model, batch, number)
+                total, count = total + float(losses.total.sum()), count + float(losses.count.sum())
+        return total / count if count else math.nan
+
+    def correct(self, model: nn.Module, batch: Batch, number: int = 0) -> tuple[int, int]:
+        """Return the number of labels of a batch that the model predicts, and the number of labels.
+
+        Both are 0 if the labels are not classes.
+        """
+        if not isinstance(self.loss, LabelLoss):
+            return 0, 0
+        with eval_mode(model), torch.no_grad():
+            logits, labels = self.loss.logits_and_labels(*self._run(model, batch, number))
+        counted = labels != IGNORE_INDEX
+        right = (logits[:, : labels.shape[1]].argmax(-1) == labels) & counted
+        return int(right.sum()), int(counted.sum())
+
+    def _run(self, model: nn.Module, batch: Batch, number: int) -> tuple[Any, LossBatch]:
+        prepared = self.loss.prepare(drop_unused_labels(model, batch)[0], batch, number)
+        return run_model(model, to_device(prepared.batch, device_of(model))), prepared
+
+
+def model_loss(
+    model: nn.Module, batches: Sequence[Batch], settings: ImportanceSettings | None = None
+) -> ModelLoss:
+    """Return the loss that fits a model and its batches, which is run on the first batch for this.
+
+    Cost: one forward pass of the first batch.
+
+    Args:
+        model: any module.
+        batches: batches as for `rankwise.audit`.
+        settings: settings of importance, of which only ``loss``, ``mask_token`` and ``seed`` are read.
+
+    Raises:
+        InputError: if the named loss does not fit the model, or labels of a batch do not.
+
+    Examples:
+        >>> model = torch.nn.Linear(2, 3)
+        >>> batch = torch.ones(4, 2), torch.tensor([0, 1, 2, -100])
+        >>> loss = model_loss(model, [batch])
+        >>> loss.name, loss(model, batch).requires_grad, loss.correct(model, batch)[1]
+        ('given labels', True, 3)
+    """
+    inputs = drop_unused_labels(model, batches[0])[0]
+    with eval_mode(model), torch.no_grad():
+        output = run_model(model, to_device(inputs, device_of(model)))
+    return ModelLoss(choose_loss(model, batches, output, settings or ImportanceSettings())[0])
+
+
+def choose_loss(
+    model: nn.Module, batches: Sequence[Batch], output: Any, settings: ImportanceSettings
+) -> tuple[Loss, list[LossBatch]]:
+    """Return the loss for a model and its output on the first batch, and all batches prepared for it.
+
+    Raise `InputError` if the loss does not fit the model, or labels of a batch do not.
+    """
+    inputs = [drop_unused_labels(model, batch)[0] for batch in batches]
+    loss = _fitting_loss(model, LossBatch(inputs[0], batches[0]), output, settings)
+    prepared = [loss.prepare(*both, number) for number, both in enumerate(zip(inputs, batches, strict=True))]
+    loss.check(prepared, output)
+    return loss, prepared
+
+
+def _fitting_loss(model: nn.Module, batch: LossBatch, output: Any, settings: ImportanceSettings) -> Loss:
     """Return the loss that the settings name; for ``auto``, the loss that fits model, batch and output.
 
     ``auto`` chooses the first loss that fits: next tokens of causal and encoder-decoder language models;
@@ -49,9 +151,9 @@ def choose_loss(model: nn.Module, batch: LossBatch, output: Any, settings: Impor
     loss, mask_token = settings.loss, settings.mask_token
     if callable(loss):
         return FunctionLoss(loss, getattr(loss, "__name__", type(loss).__name__))
-    own = loss_of(output)
+    returned = loss_of(output)
     # an argument named `y` of a model that returns no loss may be an input
-    given = partial(_given, None if own is None else label_position(model))
+    given = partial(_given, None if returned is None else label_position(model))
     makers: dict[str, Callable[[], Loss]] = {
         "causal": lambda: _next_tokens(batch, output, "input_ids", "causal", given),
         "encoder-decoder": lambda: _next_tokens(batch, output, "decoder_input_ids", "encoder-decoder", given),
@@ -61,14 +163,15 @@ def choose_loss(model: nn.Module, batch: LossBatch, output: Any, settings: Impor
     name, labels = loss, given(batch)
     if name == "auto":
         name = _fitting(model, batch, output, mask_token, labels)
-    if own is not None and name in ("causal", "labels") and loss != "labels" and _is_classes(labels, output):
-        nearest, apart = _nearest(own, name, batch, output, makers)
-        unlike = apart > SAME_LOSS * own.abs().mean() and named_tensor(output, "logits") is None
+    may_shift = name in ("causal", "labels") and loss != "labels"
+    if returned is not None and may_shift and _is_classes(labels, output):
+        nearest, apart = _nearest(returned, name, batch, output, makers)
+        unlike = apart > SAME_LOSS * returned.abs().mean() and named_tensor(output, "logits") is None
         name = "own" if unlike and loss == "auto" else nearest
     if name in makers:
         return makers[name]()
     if name == "own":
-        if own is None:
+        if returned is None:
             raise InputError(
                 "loss 'own'", expected="a model that returns its `loss`", got="none",
                 fix=f"Put `labels` into the batches. {LOSS_HINT}",
@@ -86,7 +189,7 @@ def choose_loss(model: nn.Module, batch: LossBatch, output: Any, settings: Impor
 
 
 def _nearest(
-    own: Tensor, name: LossName, batch: LossBatch, output: Any, makers: Mapping[str, Callable[[], Loss]]
+    returned: Tensor, name: LossName, batch: LossBatch, output: Any, makers: Mapping[str, Callable[[], Loss]]
 ) -> tuple[LossName, float]:
     """Return the loss, with labels shifted or as they are, that is nearest to the model's own, and how near.
 
@@ -96,8 +199,8 @@ def _nearest(
     other: LossName = "labels" if name == "causal" else "causal"
     for kind in (name, other):
         if kind == "labels" or logits_of(output).dim() == 3:
-            found = makers[kind]().read(output, batch)
-            errors[kind] = abs(float(found.total.sum() / found.count.sum()) - float(own.mean()))
+            losses = makers[kind]().read(output, batch)
+            errors[kind] = abs(float(losses.total.sum() / losses.count.sum()) - float(returned.mean()))
     nearest = min(errors, key=errors.__getitem__)
     return nearest, errors[nearest]
 
@@ -106,13 +209,13 @@ def _fitting(
     model: nn.Module, batch: LossBatch, output: Any, mask_token: int | None, labels: Tensor | None
 ) -> LossName:
     names = [kind.__name__ for kind in type(model).__mro__]
-    own, ids = loss_of(output), token_ids(batch.batch)
+    returned, ids = loss_of(output), token_ids(batch.batch)
     ask = getattr(model, "can_generate", None)
     decodes = config_value(model, "is_encoder_decoder")
     generates = any(name.endswith(CAUSAL_CLASSES) for name in names) or (callable(ask) and bool(ask()))
     logits = named_tensor(output, "logits")
     if logits is None and (generates or labels is not None):  # a tuple or other names
-        if own is output:
+        if returned is output:
             return "own"
         logits = first_floating(output)
     if logits is None:
@@ -123,7 +226,7 @@ def _fitting(
     if generates and not masked and logits.dim() == 3 and ids is not None and logits.shape[1] == ids.shape[1]:
         return "causal"
     if labels is not None:
-        if own is None:
+        if returned is None:
             return "labels" if _of_places(labels, output) else "output"
         return "labels" if _is_classes(labels, output) else "own"
     return "masked" if masked and mask_token is not None and logits.dim() == 3 else "output"
@@ -135,8 +238,8 @@ def _given(position: int | None, batch: LossBatch) -> Tensor | None:
     if isinstance(given, Mapping):
         labels = next((given[name] for name in LABELS if name in given), None)
     elif isinstance(given, tuple | list):
-        at = 1 if len(given) == 2 and len(batch.batch) == 1 else position
-        labels = given[at] if at is not None and at < len(given) else None
+        place = 1 if len(given) == 2 and len(batch.batch) == 1 else position
+        labels = given[place] if place is not None and place < len(given) else None
     return labels if isinstance(labels, Tensor) else None
 
 
