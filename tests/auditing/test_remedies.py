@@ -192,7 +192,7 @@ def spare() -> nn.Module:
 
 
 def drowned() -> tuple[nn.Module, dict[str, Tensor]]:
-    model, batch = bert(), ids()
+    model, batch = spare(), ids()
     skips = rw.add_lambda_skip(model)
     with torch.no_grad():
         skips[list(skips)[1]].fill_(1e5)

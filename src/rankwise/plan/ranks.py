@@ -32,7 +32,8 @@ class RandomHead:
         differences between widths are less noisy. With rotary positions, each width draws its own weights.
         """
         if self.positions == "none":
-            ranks = hardmax_ranks(*self._draw(head_dims[-1], trial), head_dims, self.mask)
+            query, key = self._draw(head_dims[-1], trial)
+            ranks = hardmax_ranks(query, key, head_dims, self.mask)
         else:
             rows = torch.arange(self.tokens)
             ranks = []
