@@ -400,7 +400,9 @@ def _determines_width(head: HeadRecord) -> bool:
 )  # fmt: skip
 def not_captured(measured: Measured) -> Iterator[Finding]:
     """Find modules that look like mixers and were not captured."""
-    for (kind, reason), modules in grouped(measured.uncaptured, lambda module: (module.type, module.reason)).items():
+    for (kind, reason), modules in grouped(
+        measured.uncaptured, lambda module: (module.type, module.reason)
+    ).items():
         name, evidence = modules[0].name, {"modules": len(modules)}
         words = f"{len(modules)} × {kind} looks like a mixer and is not in this audit: {reason}."
         severity: Severity = "info" if reason.startswith("never called") else "warning"

@@ -30,7 +30,7 @@ from rankwise.compression.trials import output_and_mask, relative_error
 from rankwise.errors import first_line
 from rankwise.importance import ImportanceSettings
 from rankwise.importance.loss_choice import choose_loss
-from rankwise.importance.losses import IGNORE_INDEX, LabelLoss, Loss, LossBatch, logits_of, real_outputs
+from rankwise.importance.losses import IGNORE_INDEX, LabelLoss, logits_of, real_outputs
 from rankwise.tracing import CapturedMixer, CapturedState, capture
 
 SEQUENCES = 16
@@ -199,17 +199,12 @@ def measure_task(model: nn.Module, batches: list[Any]) -> dict[str, Any]:
     """
     total, count, correct, labelled = 0.0, 0.0, 0, 0
     metric = ""
-    inputs = [drop_unused_labels(model, batch)[0] for batch in batches]
-    prepared = [LossBatch(*both, number) for number, both in enumerate(zip(inputs, batches, strict=True))]
-    loss: Loss | None = None
-    for batch in prepared:
+    with torch.no_grad():
+        output = run_model(model, drop_unused_labels(model, batches[0])[0])
+        loss, prepared = choose_loss(model, batches, output, ImportanceSettings())
+    for batch in [] if loss.compares_outputs else prepared:
         with torch.no_grad():
             output = run_model(model, batch.batch)
-            if loss is None:
-                loss = choose_loss(model, batch, output, ImportanceSettings())
-                if loss.compares_outputs:
-                    break
-                loss.check(prepared, output)
             losses = loss.read(output, batch)
         total, count = total + float(losses.total.sum()), count + float(losses.count.sum())
         if isinstance(loss, LabelLoss) and loss.given is not None and loss.given(batch) is not None:
