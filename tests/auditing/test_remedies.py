@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from typer.testing import CliRunner, Result
 
 import rankwise as rw
-from rankwise.auditing import RULES, Finding
+from rankwise.auditing import FINDING_RULES, Finding
 from rankwise.cli import app
 from rankwise.cli.load_model import demo_text
 from rankwise.compression import Compression
@@ -527,7 +527,7 @@ def test_the_remedy_of_a_factory_ends_the_advice(case: str, folder: Path) -> Non
 
 
 def test_there_is_a_case_for_every_code() -> None:
-    assert {case.split()[0] for case in CASES} == set(RULES)
+    assert {case.split()[0] for case in CASES} == set(FINDING_RULES)
 
 
 def test_the_remedy_for_an_uncaptured_module_captures_it() -> None:
@@ -602,7 +602,7 @@ def test_no_command_is_printed_that_compress_refuses(case: str, folder: Path) ->
         cheapest, reason = audit.verdict.no_action.split(". rankwise ")
         assert cheapest.startswith("Nothing worth doing: the cheapest head ")
         assert reason.startswith("compress --parts heads refuses this model, because ")
-    other = audit.provenance.model_copy(update={"parts": ["other"]})
+    other = audit.provenance.model_copy(update={"data_digests": ["other"]})
     merged = rw.Audit.merge([audit, audit.model_copy(update={"provenance": other})])
     assert merged.provenance.refused == audit.provenance.refused
 

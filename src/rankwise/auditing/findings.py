@@ -99,7 +99,7 @@ class Rule:
     """True if the finding states the cost of removing its heads, provided that the cost is known."""
 
 
-RULES: dict[str, Rule] = {}
+FINDING_RULES: dict[str, Rule] = {}
 """Rules by code, in the order in which they are applied."""
 
 
@@ -107,7 +107,7 @@ def rule(*codes: str, **properties: Any) -> Callable[[Find], Find]:
     """Register the decorated function as the rule that returns findings with these codes; see `Rule`."""
 
     def register(find: Find) -> Find:
-        RULES.update(dict.fromkeys(codes, Rule(find=find, **properties)))
+        FINDING_RULES.update(dict.fromkeys(codes, Rule(find=find, **properties)))
         return find
 
     return register
@@ -123,14 +123,14 @@ def diagnose(
     """Return all findings, sorted by severity, then in the order of the rules and of the model."""
     mixers = grouped(heads, lambda head: (head.id.at(None), head.cross)).values()
     measured = Measured(heads, states, uncaptured, importance, mixers, provenance)
-    subjects = {rule.find: rule.about for rule in RULES.values()}
+    subjects = {rule.find: rule.about for rule in FINDING_RULES.values()}
     found: list[Finding] = []
     for about_heads, group in groupby(subjects, lambda find: subjects[find] == "head"):
         finds = list(group)
         for subject in heads if about_heads else [measured]:
             found += (finding for find in finds for finding in find(subject))
     if importance is not None:
-        priced = {code: rule.about for code, rule in RULES.items() if rule.with_costs}
+        priced = {code: rule.about for code, rule in FINDING_RULES.items() if rule.with_costs}
         found = with_removal_costs(found, priced, heads, importance, states, provenance)
     found = [one.model_copy(update={"remedy": runnable(one.remedy, provenance)}) for one in found]
     return sorted(found, key=lambda finding: SEVERITY_ORDER[finding.severity])
@@ -138,7 +138,7 @@ def diagnose(
 
 def about(code: str) -> Subject | Literal[""]:
     """Return the subject of the findings with a code; an empty string for an unknown code."""
-    return RULES[code].about if code in RULES else ""
+    return FINDING_RULES[code].about if code in FINDING_RULES else ""
 
 
 def check_codes(codes: Sequence[str]) -> list[str]:
@@ -148,7 +148,7 @@ def check_codes(codes: Sequence[str]) -> list[str]:
         >>> check_codes(["collapse", "inactive-block"])
         ['COLLAPSE', 'INACTIVE_BLOCK']
     """
-    return [one_of(f"code {code}", code.upper().replace("-", "_"), RULES) for code in codes]
+    return [one_of(f"code {code}", code.upper().replace("-", "_"), FINDING_RULES) for code in codes]
 
 
 @rule("REMOVABLE", about="model", decided_by="heads", worse="neither", shown_by="removal_cost")
@@ -184,18 +184,18 @@ def random_weights(measured: Measured) -> Iterator[Finding]:
 def nonfinite(measured: Measured) -> Iterator[Finding]:
     """Find mixers and token states with NaN or infinity."""
     meaning = "NaN or infinity appears here; those sequences are left out of every mean."
-    found, remedy = [], RULES["NONFINITE"].remedy
+    found, remedy = [], FINDING_RULES["NONFINITE"].remedy
     if measured.provenance is not None and "16" not in measured.provenance.model_dtype:
         remedy = remedy.partition("if it did not, ")[2]
     for mixer in measured.mixers:
-        if broken := [head for head in mixer if head.nonfinite]:
-            evidence = {"heads": len(broken), "sequences": max(head.nonfinite for head in broken)}
+        if broken := [head for head in mixer if head.nonfinite_sequences]:
+            evidence = {"heads": len(broken), "sequences": max(head.nonfinite_sequences for head in broken)}
             words = f"Attention of {broken[0].site or 'the model itself'}: {meaning}"
             found.append(_finding("NONFINITE", broken[0], evidence, words, "error", broken, remedy))
     for state in measured.states:
-        if state.nonfinite:
+        if state.nonfinite_sequences:
             words = f"Token states after {state.blocks} blocks: {meaning}"
-            evidence = {"blocks": state.blocks, "sequences": state.nonfinite}
+            evidence = {"blocks": state.blocks, "sequences": state.nonfinite_sequences}
             found.append(_finding("NONFINITE", state, evidence, words, "error", remedy=remedy))
     stacks = [finding.where.stack for finding in found]
     # the mixer of a block comes before the states that the block writes
@@ -302,7 +302,7 @@ def duplicate_heads(measured: Measured) -> Iterator[Finding]:
         by_number: dict[int | None, HeadRecord] = {
             head.head: head for head in mixer if not mixer_kind(head.kind).state_space
         }
-        finds = [rule.find for rule in RULES.values() if rule.about == "head"]
+        finds = [rule.find for rule in FINDING_RULES.values() if rule.about == "head"]
         explained = {head.head for head in mixer for find in finds for _ in find(head)}
         groups: dict[int, set[int]] = {}
         distances: dict[int, float] = {}
@@ -335,7 +335,7 @@ def oversized_heads(measured: Measured) -> Iterator[Finding]:
     """Find heads that require at least 1 but at most 40 % of their channels; untrained heads require 0."""
     every = [head for head in measured.heads if _determines_width(head)]
     saved, gain, start = narrowing_saves(every, measured.states, measured.provenance)
-    remedy = start + RULES["OVERSIZED_HEADS"].remedy
+    remedy = start + FINDING_RULES["OVERSIZED_HEADS"].remedy
     for mixer in measured.mixers:
         judged = [head for head in mixer if _determines_width(head)]
         found = [one for one in judged if 1 <= one.required_head_dim <= OVERSIZED_HEADS * (one.head_dim or 0)]
@@ -387,7 +387,7 @@ def _finding(
     remedy: str = "",
 ) -> Finding:
     """Return a finding, with the evidence that its rule defines and, by default, the remedy of the rule."""
-    rule, place = RULES[code], where if isinstance(where, Address) else where.id
+    rule, place = FINDING_RULES[code], where if isinstance(where, Address) else where.id
     stated = {name: getattr(where, name) for name in rule.evidence.split()}
     return Finding(
         code=code, severity=severity, where=place, evidence=stated | dict(evidence), meaning=meaning,

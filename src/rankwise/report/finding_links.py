@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rankwise._internals.records import format_number
-from rankwise.auditing.findings import RULES, about
+from rankwise.auditing.findings import FINDING_RULES, about
 from rankwise.auditing.measure_table import PICTURED, REFERENCES
 from rankwise.auditing.records import SEVERITY_ORDER, Finding, Severity
 from rankwise.auditing.result import Audit
@@ -74,7 +74,7 @@ def _place(finding: Finding) -> str:
 
 
 def _measure(finding: Finding) -> str:
-    own = RULES[finding.code].shown_by if finding.code in RULES else ""
+    own = FINDING_RULES[finding.code].shown_by if finding.code in FINDING_RULES else ""
     named = [_ALIASES.get(name, name) for name in finding.evidence]
     shown = [name for name in named if name in _HEAD_NAMES]
     return own if own in shown or not shown else shown[0]

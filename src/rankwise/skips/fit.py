@@ -250,7 +250,7 @@ def try_lambdas(
         lr: learning rate, for the groups of `rankwise.models.parameter_groups`.
         seed: random seed of weights and dropout.
         loss: function of (model, batch) that returns the loss; by default the loss that
-            `rankwise.importance.measure` reads from labels in the batches or from next tokens.
+            `rankwise.importance.measure_importance` reads from labels in the batches or from next tokens.
         alternatives: functions that return other models for the same batches, by name.
         on_run: function called with the name of each run before it.
 

@@ -13,7 +13,7 @@ from rankwise._internals import forward
 from rankwise._internals.forward import Batch, Change, batch_errors, check_batch, each_batch, run_model
 from rankwise._internals.records import grouped
 from rankwise.auditing.error_hints import fix_hint
-from rankwise.auditing.findings import COLLAPSE_FALL, INACTIVE_TURN, RULES
+from rankwise.auditing.findings import COLLAPSE_FALL, FINDING_RULES, INACTIVE_TURN
 from rankwise.auditing.measure import measure_states
 from rankwise.auditing.provenance import runnable
 from rankwise.auditing.records import SEVERITY_ORDER, Address, Finding, StateRecord
@@ -228,7 +228,7 @@ def recommend(audit: AuditT, model: nn.Module, batch: Batch, loss: LossOfModel |
         >>> import torch, rankwise as rw
         >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
         >>> tokens = torch.randn(2, 9, 8)
-        >>> rw.skips.recommend(rw.audit(layer, [tokens]), layer, tokens).provenance.advised
+        >>> rw.skips.recommend(rw.audit(layer, [tokens]), layer, tokens).provenance.skips_examined
         True
     """
     _check(audit, model, batch)
@@ -256,7 +256,8 @@ def recommend(audit: AuditT, model: nn.Module, batch: Batch, loss: LossOfModel |
             block, mixer = "take the block out of its list", "set the weights of its output projection to 0"
             suppressed = Finding(
                 code="INACTIVE_BLOCK", severity="warning", where=Address(site=site), meaning=meaning,
-                evidence={"mixer_share": share}, remedy=RULES["INACTIVE_BLOCK"].remedy.replace(block, mixer),
+                evidence={"mixer_share": share},
+                remedy=FINDING_RULES["INACTIVE_BLOCK"].remedy.replace(block, mixer),
             )  # fmt: skip
             found.append(suppressed)
     if collapsed:
@@ -272,7 +273,7 @@ def recommend(audit: AuditT, model: nn.Module, batch: Batch, loss: LossOfModel |
             if one.remedy.startswith("{skip --init") and (trial or load):
                 found[at] = one.model_copy(update={"remedy": f"{trial}`{one.remedy}`{load}"})
         notes += [TRAINS] * any("lambda_tried" in one.evidence for one in found)
-    about = audit.provenance.model_copy(update={"advised": True, "notes": notes})
+    about = audit.provenance.model_copy(update={"skips_examined": True, "notes": notes})
     found = [one.model_copy(update={"remedy": runnable(one.remedy, about)}) for one in found]
     ordered = sorted(found, key=lambda finding: SEVERITY_ORDER[finding.severity])
     return audit.model_copy(update={"findings": ordered, "provenance": about})
