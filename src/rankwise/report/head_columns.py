@@ -176,11 +176,11 @@ def _at_initialization(measure: HeadMeasure, heads: Sequence[HeadRecord]) -> Col
     pairs: list[tuple[float, float]] = []
     for head in heads:
         middle, std = math.nan, math.nan
-        if head.baseline is not None:
+        if head.at_init is not None:
             name = measure.shown_field(head)
-            middle, std = (of.get(name, math.nan) for of in (head.baseline.mean, head.baseline.seed_std))
+            middle, std = (of.get(name, math.nan) for of in (head.at_init.mean, head.at_init.seed_std))
         pairs.append((share(middle, head), share(std, head)) if measure.share else (middle, std))
-    seeds = max((head.baseline.seeds for head in heads if head.baseline is not None), default=0)
+    seeds = max((head.at_init.seeds for head in heads if head.at_init is not None), default=0)
     return Column(
         name=f"{INITIAL}{measure.name}",
         share=measure.share,
@@ -230,7 +230,7 @@ def state_table(states: Sequence[StateRecord]) -> list[dict[str, Any]]:
         "blocks": "Blocks passed",
         "tokens": "Tokens",
         "sequences": "Sequences",
-        "nonfinite": "Not finite",
+        "nonfinite_sequences": "Not finite",
     }
     columns = [(name, title, 0, [getattr(state, name) for state in states]) for name, title in counts.items()]
     columns[2:2] = [(m.name, m.head, m.digits, [m.value(state) for state in states]) for m in STATE_MEASURES]
