@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rankwise._internals.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from rankwise.tracing.context import OperatorFunction, capture
+    from rankwise.tracing.capture_context import OperatorFunction, capture
     from rankwise.tracing.head_id import CallId, HeadId
     from rankwise.tracing.interventions import BlockOutput, HeadOutputs, Intervention
     from rankwise.tracing.model_checks import compiled_modules

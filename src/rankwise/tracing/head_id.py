@@ -44,7 +44,7 @@ class HeadId:
     @property
     def sort_key(self) -> tuple[str, int, str, int, int]:
         """Key that sorts addresses by stack, layer, site, call and head; None comes first."""
-        layer, head = (-1 if part is None else part for part in (self.layer, self.head))
+        layer, head = (-1 if index is None else index for index in (self.layer, self.head))
         return self.stack, layer, self.site, self.call, head
 
     def __str__(self) -> str:
