@@ -20,7 +20,7 @@ from rankwise._internals.linalg import as_float64
 from rankwise._internals.records import grouped
 from rankwise._internals.rotary import fit_rotation
 from rankwise.operators import DenseMixing, SoftmaxMixing
-from rankwise.tracing.context import capture
+from rankwise.tracing.capture_context import capture
 from rankwise.tracing.module_calls import RecordedCall, record_calls
 from rankwise.tracing.trace import CapturedMixer
 
