@@ -152,7 +152,7 @@ def test_a_number_known_in_one_audit_is_a_change_of_the_whole_range() -> None:
 
 def test_the_order_of_records_does_not_matter() -> None:
     audit = records.encoder_decoder()
-    reverse = changed(audit, layers=audit.states[::-1]).model_copy(update={"heads": audit.heads[::-1]})
+    reverse = changed(audit, states=audit.states[::-1]).model_copy(update={"heads": audit.heads[::-1]})
     assert compare(audit, reverse).is_empty
 
 

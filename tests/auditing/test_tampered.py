@@ -168,7 +168,7 @@ def tampered(content: Content, draw: random.Random) -> Content:
     """Change, remove, invent or repeat a field in one record or in all records of a kind."""
     content = copy.deepcopy(content)
     for _ in range(draw.choice((1, 1, 3))):
-        parts = ["heads", "heads", "heads", "layers", "findings", "where", "provenance", "uncaptured"]
+        parts = ["heads", "heads", "heads", "states", "findings", "where", "provenance", "uncaptured"]
         records = part_of(content, draw.choice(parts))
         if not records or not records[0]:
             continue

@@ -239,7 +239,9 @@ def records_of(audit: rw.Audit) -> list[str]:
 
 
 def importance_of(model: nn.Module) -> Any:
-    found = rw.importance.measure(model, [TEXT, TEXT], rw.importance.ImportanceSettings(exact=True))
+    found = rw.importance.measure_importance(
+        model, [TEXT, TEXT], rw.importance.ImportanceSettings(exact=True)
+    )
     return repr(found)
 
 

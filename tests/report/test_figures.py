@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support import documents, records
 from tests.support.documents import RANK, Figure
-from tests.support.records import DRAWN, HEAD_MEASURES, Baseline
+from tests.support.records import DRAWN, HEAD_MEASURES, AtInit
 
 from rankwise.auditing import AttentionMap
 from rankwise.auditing.attention_maps import block_averages
@@ -76,10 +76,10 @@ def test_references_have_their_means_on_the_scale_and_notes() -> None:
 
 def test_initial_weights_are_a_reference_on_every_scale_and_a_second_spectrum() -> None:
     audit = records.encoder()
-    fresh = Baseline(
+    fresh = AtInit(
         seeds=2, mean={"numerical_rank": 64.0, "sigma_max": 1.5}, seed_std={}, std={}, spectrum=[1.0, 0.1]
     )
-    heads = [head.model_copy(update={"baseline": fresh}) for head in audit.heads]
+    heads = [head.model_copy(update={"at_init": fresh}) for head in audit.heads]
     first, *others = column(heads, "numerical_rank")["references"]
     assert (first["name"], first["at"], first["label"]) == ("at initialization", 0.5, "0.5")
     assert "2 seeds" in first["note"]

@@ -15,7 +15,7 @@ from tests.support.records import HEAD_MEASURES, STATE_MEASURES
 
 import rankwise as rw
 from rankwise._internals.statistics import mean
-from rankwise.auditing import BaselineSettings
+from rankwise.auditing import AtInitSettings
 from rankwise.auditing.measure_table import share
 from rankwise.report import document_text, print_document
 
@@ -108,8 +108,8 @@ def test_the_first_screen_has_columns_for_what_was_measured_only() -> None:
         for head in audit.heads
     }
     heads = [head.model_copy(update=known[head.id]) for head in audit.heads]
-    baseline = records.BaselineRecord(seeds=[0, 1, 2], built="from its configuration")
-    found = {"heads": heads, "importance": records.importance(), "baseline": baseline}
+    initial = records.InitialModels(seeds=[0, 1, 2], built="from its configuration")
+    found = {"heads": heads, "importance": records.importance(), "at_init": initial}
     lines = first_screen(audit.model_copy(update=found))
     assert "Not measured" not in " ".join(lines)
     assert "costliest head: cost of removing it, as a share of" in " ".join(lines)
@@ -143,14 +143,14 @@ def test_the_stated_prices_are_the_passes_that_are_run() -> None:
     importance = rw.audit(model, batches, importance=True).importance
     assert importance.backward <= int(price[0]) * len(batches)
     assert importance.forward <= int(price[1]) * len(batches)
-    assert f"baseline=True` ({BaselineSettings().seeds} more audits)" in audit.summary(1000)
+    assert f"at_init=True` ({AtInitSettings().seeds} more audits)" in audit.summary(1000)
 
 
 def test_an_audit_in_python_names_arguments_instead_of_options() -> None:
     audit = records.changed(records.encoder(), findings=[])
     about = audit.provenance.model_copy(update={"command": ""})
     text = " ".join(first_screen(audit.model_copy(update={"provenance": about})))
-    assert "baseline=True" in text
+    assert "at_init=True" in text
     assert "--at-init" not in text
 
 

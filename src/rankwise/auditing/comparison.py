@@ -25,7 +25,7 @@ COST = "removal_cost"
 LOSS = "loss, "
 """Beginning of the name of the total of the loss; its unit follows."""
 INITIAL = tuple(measure.name for measure in HEAD_MEASURES if measure.name.startswith("init_"))
-"""Measures of heads that an audit without a baseline does not have."""
+"""Measures of heads that an audit without an audit at initialization does not have."""
 
 R = TypeVar("R", HeadRecord, StateRecord)
 AnyMeasure = HeadMeasure | StateMeasure
@@ -158,8 +158,8 @@ def compare_two(before: Audit, after: Audit) -> Comparison:
         # One model may be a part of the other, so that the names of its modules differ.
         heads, *only_heads = _matched(before.heads, after.heads, "layer call head cross kind", stacks)
     states, *only_states = _matched(before.states, after.states, "blocks", stacks)
-    costs, baselines = _cost_differences(before, after), _baseline_difference(before, after)
-    left_out = {*([COST] if costs else []), *(INITIAL if baselines else [])}
+    costs, at_init = _cost_differences(before, after), _at_init_difference(before, after)
+    left_out = {*([COST] if costs else []), *(INITIAL if at_init else [])}
     losses = [abs(audit.importance.value) for audit in (before, after) if audit.importance is not None]
     cost_range = max((loss for loss in losses if math.isfinite(loss) and loss > 0), default=1.0)
     measures = [measure for measure in HEAD_MEASURES if measure.name not in left_out]
@@ -177,7 +177,7 @@ def compare_two(before: Audit, after: Audit) -> Comparison:
     ]
     return Comparison(
         before=before.provenance, after=after.provenance, heads=len(heads), states=len(states),
-        warnings=[*_warnings(before, after, heads, states), *costs, *baselines],
+        warnings=[*_warnings(before, after, heads, states), *costs, *at_init],
         structure=[*_structure(before, after, stacks)], totals=_totals(before, after),
         by_layer=[change for change in by_layer if change.measure not in left_out],
         below_rounding=len(every) - len(changes),
@@ -341,7 +341,7 @@ _FACTS: dict[str, tuple[Callable[[Sequence[HeadRecord]], str], str]] = {
 
 _PROVENANCE = {
     "delta": ("δ differs", "Numerical ranks use different thresholds."),
-    "method": ("The method differs", "Some changes may be errors of estimates."),
+    "rank_method": ("The method of ranks differs", "Some changes may be errors of estimates."),
     "measure_dtype": ("The dtype of the measures differs", "Some changes may be rounding."),
     "data": ("The data differ", "Some changes may come from the data."),
     "sequences": ("The sequences differ", "The means are over different numbers of sequences."),
@@ -354,7 +354,10 @@ def _warnings(
     heads: Sequence[tuple[HeadRecord, HeadRecord]],
     states: Sequence[tuple[StateRecord, StateRecord]],
 ) -> Iterator[str]:
-    """Yield reasons why the numbers of two audits may not be comparable, apart from costs and baselines."""
+    """Yield reasons why the numbers of two audits may not be comparable.
+
+    Reasons that concern costs and measures at initialization are left out.
+    """
     for field, (subject, consequence) in _PROVENANCE.items():
         one, other = (getattr(audit.provenance, field) for audit in (before, after))
         if one != other:
@@ -370,7 +373,7 @@ def _warnings(
     if unlike:
         yield f"{unlike} of {len(heads)} heads have another kind or mask: their references differ."
     examined = any("mixer_share" in finding.evidence for finding in (*before.findings, *after.findings))
-    if examined and before.provenance.advised != after.provenance.advised:
+    if examined and before.provenance.skips_examined != after.provenance.skips_examined:
         yield "Only one audit was examined by `rw.skips.recommend`; the other cannot name suppressed mixers."
     for name, audit in (("before", before), ("after", after)):
         if not audit.complete:
@@ -379,11 +382,11 @@ def _warnings(
         yield "No head of one audit is in the other. Are they of the same architecture?"
 
 
-def _baseline_difference(before: Audit, after: Audit) -> list[str]:
-    """Return a warning if only one audit has a baseline."""
-    if (before.baseline is None) == (after.baseline is None):
+def _at_init_difference(before: Audit, after: Audit) -> list[str]:
+    """Return a warning if only one audit was compared with initialization."""
+    if (before.at_init is None) == (after.at_init is None):
         return []
-    alone = "after" if before.baseline is None else "before"
+    alone = "after" if before.at_init is None else "before"
     return [
         f"Only the audit {alone} was compared with initialization: changes leave out measures at "
         "initialization."

@@ -33,9 +33,8 @@ class Examples:
     """Rows and columns of patches if the tokens of ``memberships`` are patches of an image."""
     named: list[int]
     """Number of sequences in which the most attended token has a name."""
-    names: list[list[Counter[str]]] | None
-    """``names[i][j]``: number of sequences by name, for head i and kind of name j (see `peak_name`); None in
-    older files."""
+    names: list[list[Counter[str]]]
+    """``names[i][j]``: number of sequences by name, for head i and kind of name j (see `peak_name`)."""
     attention_maps: list[list[AttentionMap]] = field(default_factory=list)
     """Attention maps of the first two sequences."""
 
@@ -54,19 +53,14 @@ class Examples:
     @classmethod
     def from_records(cls, records: Sequence[HeadRecord]) -> "Examples":
         """Restore examples from the saved records of one mixer call."""
-        held = [record.merging for record in records]
-        names = [[Counter(kind) for kind in data.names] for data in held if data is not None]
         return cls(
-            longest=[
-                0.0 if not record.sequences else record.tokens if data is None else float(data.longest)
-                for record, data in zip(records, held, strict=True)
-            ],
+            longest=[float(record.merging.longest) if record.sequences else 0.0 for record in records],
             masks=[record.mask for record in records],
             spectra=[record.spectrum for record in records],
             memberships=[record.membership_map for record in records],
             grids=[record.membership_grid for record in records],
-            named=[0 if data is None else data.named for data in held],
-            names=names if len(names) == len(records) else None,
+            named=[record.merging.named for record in records],
+            names=[[Counter(kind) for kind in record.merging.names] for record in records],
             attention_maps=[
                 [kept for kept in (record.attention_map, record.second_attention_map) if kept is not None]
                 for record in records
@@ -83,7 +77,6 @@ class Examples:
 
     def add_names(self, sequences: Sequence[Sequence[Sequence[str]]]) -> None:
         """Count the names ``[sequence][head][kind]`` of most attended tokens; [] for an unknown token."""
-        assert self.names is not None
         for heads in sequences:
             for head, kinds in enumerate(heads):
                 self.named[head] += bool(kinds)
@@ -91,11 +84,8 @@ class Examples:
 
     def merge(self, other: "Examples", *, attention_maps: bool = True) -> None:
         """Add examples of the same heads from later sequences, with or without their attention maps."""
-        if self.names is None or other.names is None:
-            self.names = None
-        else:
-            for mine, others in zip(self.names, other.names, strict=True):
-                _count(mine, others)
+        for names, others in zip(self.names, other.names, strict=True):
+            _count(names, others)
         self.see_lengths(other.longest, other.masks)
         for head in range(len(self.longest)):
             if not self.memberships[head]:
@@ -112,7 +102,7 @@ class Examples:
         frequent, the most specific kind wins.
         """
         best = ("", 0)
-        for kind in self.names[head] if self.names is not None else []:
+        for kind in self.names[head]:
             name, count = min(kind.items(), key=lambda item: (-item[1], item[0]), default=best)
             best = (name, count) if count > best[1] and 2 * count >= self.named[head] else best
         return best

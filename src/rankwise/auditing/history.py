@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, overload
 from rankwise._internals.files import folder_name, write_file
 from rankwise._internals.lazy import report_package
 from rankwise.auditing.comparison import COST, Comparison, LayerKey, compare_two, cost_origin, layer_means
-from rankwise.auditing.frames import Row, csv_text, data_frame, table
 from rankwise.auditing.result import LOAD, Audit
+from rankwise.auditing.tables import Row, csv_text, data_frame, table
 from rankwise.errors import InputError
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class History:
         """Name and audit with the lowest loss; None without two losses of one kind on the same data."""
         known = [(name, audit) for name, audit in self._entries.values() if math.isfinite(audit.loss)]
         losses = {one.importance.quantity for _, one in known if one.importance}
-        alike = len(losses) == len({tuple(audit.provenance.parts) for _, audit in known}) == 1
+        alike = len(losses) == len({tuple(audit.provenance.data_digests) for _, audit in known}) == 1
         return min(known, key=lambda one: one[1].loss) if alike and len(known) > 1 else None
 
     def curves(self) -> dict[LayerKey, list[tuple[float, float]]]:
@@ -132,7 +132,10 @@ class History:
             found.append(f"Costs of removal are {number} quantities, which no curve connects: {listed}.")
         elif sum(math.isfinite(audit.loss) for audit in self.audits) > 1 and not self.best:
             found.append("Losses do not compare: their kind or the data differ.")
-        for what, has in (("importance", cost_origin), ("a baseline", lambda audit: audit.baseline)):
+        for what, has in (
+            ("importance", cost_origin),
+            ("an audit at initialization", lambda audit: audit.at_init),
+        ):
             some = [name for name, audit in self._entries.values() if has(audit)]
             if 0 < len(some) < len(self):
                 more = f" and {len(some) - 3} more" if len(some) > 3 else ""
@@ -235,11 +238,11 @@ def steps_of(names: Sequence[str]) -> list[int] | None:
     return list(varied[0])
 
 
-def in_order(names: Sequence[str]) -> list[str]:
+def sort_by_step(names: Sequence[str]) -> list[str]:
     """Return names sorted by the steps in them; unchanged if the names contain no steps.
 
     Examples:
-        >>> in_order(["checkpoint-1000", "checkpoint-200"])
+        >>> sort_by_step(["checkpoint-1000", "checkpoint-200"])
         ['checkpoint-200', 'checkpoint-1000']
     """
     steps = steps_of(names)

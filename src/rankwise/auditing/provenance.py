@@ -34,12 +34,12 @@ SAME = ("model", "model_class", "revision", "parameters", "delta", "model_dtype"
 """Fields of `Provenance` that must be equal in audits to be merged."""
 JOINED = {"data": "; ", "command": " ; ", "device": ", "}
 """Separator by field, for text fields that are joined when audits are merged."""
-LATEST = ("method_asked", "created", "weights")
-SUMS = ("batches", "sequences", "audits", "seconds")
+LATEST = ("rank_method_asked", "created", "weights_digest")
+SUMS = ("batches", "sequences", "merged_audits", "seconds")
 SAME_MODEL = "Merge audits of the same model and settings only, each of other sequences."
 SAME_WEIGHTS = (
     "Merge audits of the same weights only. If some are in no checkpoint and drawn at each start, set a seed "
-    'before the model is built; if no head reads them, `rw.audit(…, provenance={"weights": ""})`.'
+    'before the model is built; if no head reads them, `rw.audit(…, provenance={"weights_digest": ""})`.'
 )
 
 
@@ -60,7 +60,7 @@ def provenance_of(model: "nn.Module", measured: Mapping[str, Any], given: Mappin
     parameters = list(model.parameters())
     dtypes = {str(parameter.dtype).removeprefix("torch.") for parameter in parameters}
     loaded = {name: version(name) for name in LIBRARIES if sys.modules.get(name) is not None}
-    found: dict[str, Any] = {
+    read: dict[str, Any] = {
         "model": str(getattr(model, "name_or_path", "") or type(model).__name__),
         "model_class": f"{type(model).__module__}.{type(model).__qualname__}",
         "parameters": sum(parameter.numel() for parameter in parameters),
@@ -69,7 +69,7 @@ def provenance_of(model: "nn.Module", measured: Mapping[str, Any], given: Mappin
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": {"rankwise": version("rankwise"), "python": platform.python_version(), **loaded},
     }
-    fields = {**found, **measured, **given}
+    fields = {**read, **measured, **given}
     return Provenance(**{name: _printable(value) for name, value in fields.items()})
 
 
@@ -155,7 +155,9 @@ class DataDigest:
 
 def describe_method(heads: Sequence[HeadRecord]) -> str:
     """Return a description of how the ranks of an audit were computed: exact, estimated or both."""
-    sequences, estimated = (sum(getattr(head, name) for head in heads) for name in ("sequences", "estimated"))
+    sequences, estimated = (
+        sum(getattr(head, name) for head in heads) for name in ("sequences", "estimated_sequences")
+    )
     how = f"estimated with {PROBES} probes, {STEPS} steps, seed {SEED}" if estimated else "exact"
     mixed = f"{sequences - estimated} of {sequences} spectra exact, the others {how}"
     return mixed if 0 < estimated < sequences else how
@@ -165,14 +167,14 @@ def check_mergeable(abouts: Sequence[Provenance], names: Sequence[str]) -> None:
     """Raise `RecordError` if audits differ in model or settings, or if two audits have the same data."""
     for field in SAME:
         check_same(field, [getattr(about, field) for about in abouts])
-    check_same("weights", [about.weights for about in abouts if about.weights], SAME_WEIGHTS)
-    check_same("method_asked", [about.method_asked for about in abouts if about.method_asked])
-    estimates = (about.method.partition("estimated with")[2].strip() for about in abouts)
+    check_same("weights", [about.weights_digest for about in abouts if about.weights_digest], SAME_WEIGHTS)
+    check_same("rank_method_asked", [about.rank_method_asked for about in abouts if about.rank_method_asked])
+    estimates = (about.rank_method.partition("estimated with")[2].strip() for about in abouts)
     check_same("method of estimates", [estimate for estimate in estimates if estimate])
     holder: dict[str, int] = {}
     for number, about in enumerate(abouts):
-        for part in about.parts:
-            other = holder.setdefault(part, number)
+        for digest in about.data_digests:
+            other = holder.setdefault(digest, number)
             if other != number:
                 got = f"the same in {names[other]} and {names[number]}"
                 fix = "Leave one of them out, or merge the original audits, each once."
@@ -196,8 +198,8 @@ def joined(first: Provenance, second: Provenance) -> Provenance:
     libraries = _distinct(name for about in both for name in about.versions)
     versions = {name: _joined([about.versions.get(name, "") for about in both], ", ") for name in libraries}
     fields: dict[str, Any] = {
-        "advised": False, "sources": {}, "versions": versions,
-        "parts": sorted(part for about in both for part in about.parts),
+        "skips_examined": False, "file_digests": {}, "versions": versions,
+        "data_digests": sorted(digest for about in both for digest in about.data_digests),
     }  # fmt: skip
     for name in ("notes", "random_weights"):
         fields[name] = list(dict.fromkeys(item for about in both for item in getattr(about, name)))

@@ -188,14 +188,14 @@ def _hints(audit: Audit) -> list[str]:
     costs = "cost of removing it" if exact else "estimated cost of removing it (can be far too low)"
     columns = (
         (audit.heads, "attention rank 1.00 = full rank, as many independent patterns as tokens"),
-        (audit.baseline, "at initialization: of the same model untrained, on the same data"),
+        (audit.at_init, "at initialization: of the same model untrained, on the same data"),
         (any(head.random_rank >= 0 for head in audit.heads), "random heads: of random queries and keys"),
         (audit.states, "spread after the layer: token spread, 0 = all tokens are the same"),
         (has_costs, f"cheapest, costliest head: {costs}, as a share of {reference}"),
     )
     passes = 1 + len(audit.heads).bit_length() + MORE_TRIES
     options = (
-        (audit.baseline, "ranks at initialization", "--at-init", "baseline=True", "3 more audits"),
+        (audit.at_init, "ranks at initialization", "--at-init", "at_init=True", "3 more audits"),
         (
             *(has_costs, "costs of removing heads", "--importance", "importance=True"),
             f"≤ 9 backward, {passes} forward passes",
@@ -271,11 +271,11 @@ def _layer_number(measure: HeadMeasure, heads: Sequence[HeadRecord]) -> str:
 def _mean_rank_share(heads: Sequence[HeadRecord]) -> str:
     """Return the mean of rank/min(T, S) as text, or its range if estimates only bound some ranks."""
     rank = mean(map(RANK.value, heads))
-    if all(math.isfinite(RANK.value(head)) or not head.estimated for head in heads):
-        return ("≈" if any(head.estimated for head in heads) else "") + format_number(rank, 2)
+    if all(math.isfinite(RANK.value(head)) or not head.estimated_sequences for head in heads):
+        return ("≈" if any(head.estimated_sequences for head in heads) else "") + format_number(rank, 2)
     if any(RANK.shown_field(head) != RANK.name for head in heads):
         return format_number(rank, 2)  # audits do not store bounds of a relative rank
-    ends = (mean(share(h.least_rank, h) for h in heads), mean(share(h.most_rank, h) for h in heads))
+    ends = (mean(share(h.rank_low, h) for h in heads), mean(share(h.rank_high, h) for h in heads))
     return "–".join(format_number(end, 2) for end in ends)
 
 
@@ -301,12 +301,13 @@ def _origin(audit: Audit) -> list[tuple[str, str]]:
     about = audit.provenance
     parameters = f"{about.parameters:,}" if about.parameters else ""
     sequences = f"{about.sequences} in {count(about.batches, 'batch', 'batches')}"
-    initial = "" if audit.baseline is None else str(audit.baseline)
+    initial = "" if audit.at_init is None else str(audit.at_init)
     versions = ", ".join(f"{name} {version}" for name, version in about.versions.items())
     facts = [
         ("Model", about.model), ("Class", about.model_class), ("Revision", about.revision),
         ("Parameters", parameters), ("Data", about.data), ("Sequences", sequences),
-        ("Threshold δ", str(about.delta)), ("Method", about.method), ("Model's dtype", about.model_dtype),
+        ("Threshold δ", str(about.delta)), ("Method", about.rank_method),
+        ("Model's dtype", about.model_dtype),
         ("Measured in", about.measure_dtype), ("Device", about.device), ("Initialization", initial),
         ("Created", about.created), ("Complete", "yes" if audit.complete else "no"),
         ("Versions", versions), ("Command", about.command),
@@ -398,7 +399,7 @@ def _maps(audit: Audit, flagged: Sequence[int], room: int | None = None) -> dict
 
 def _spectra(audit: Audit, points: int = 64) -> dict[str, Any]:
     spectra = [head.spectrum for head in audit.heads]
-    initial = [[] if head.baseline is None else head.baseline.spectrum for head in audit.heads]
+    initial = [[] if head.at_init is None else head.at_init.spectrum for head in audit.heads]
     packed = pack_spectra(initial, points) if any(initial) else None
     return {"spectra": pack_spectra(spectra, points), "initial_spectra": packed}
 
@@ -429,7 +430,7 @@ def _head_data(heads: Sequence[HeadRecord], grids: Sequence[Grid]) -> Mapping[st
     """Return one list per property, with an entry per head; texts are indices into lists of unique texts."""
     homes = {index: number for number, grid in enumerate(grids) for index in grid.indices}
     plain = {"layer": "layer", "head": "head", "full_rank": "full_rank", "nearest": "nearest_head"}
-    plain |= {"sequences": "sequences", "nonfinite": "nonfinite"}
+    plain |= {"sequences": "sequences", "nonfinite": "nonfinite_sequences"}
     coded = {"kind": "kind", "mask": "mask", "site": "site", "max_token": "named_peak"}
     return {
         "grid": [homes[index] for index in range(len(heads))],

@@ -175,11 +175,11 @@ def _at_initialization(measure: HeadMeasure, heads: Sequence[HeadRecord]) -> Col
     pairs: list[tuple[float, float]] = []
     for head in heads:
         middle, std = math.nan, math.nan
-        if head.baseline is not None:
+        if head.at_init is not None:
             name = measure.shown_field(head)
-            middle, std = (of.get(name, math.nan) for of in (head.baseline.mean, head.baseline.seed_std))
+            middle, std = (of.get(name, math.nan) for of in (head.at_init.mean, head.at_init.seed_std))
         pairs.append((share(middle, head), share(std, head)) if measure.share else (middle, std))
-    seeds = max((head.baseline.seeds for head in heads if head.baseline is not None), default=0)
+    seeds = max((head.at_init.seeds for head in heads if head.at_init is not None), default=0)
     return Column(
         name=f"{INITIAL}{measure.name}",
         share=measure.share,

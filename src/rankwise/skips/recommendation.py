@@ -229,7 +229,7 @@ def recommend(audit: AuditT, model: nn.Module, batch: Batch, loss: LossOfModel |
         >>> import torch, rankwise as rw
         >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
         >>> tokens = torch.randn(2, 9, 8)
-        >>> rw.skips.recommend(rw.audit(layer, [tokens]), layer, tokens).provenance.advised
+        >>> rw.skips.recommend(rw.audit(layer, [tokens]), layer, tokens).provenance.skips_examined
         True
     """
     _check(audit, model, batch)
@@ -279,7 +279,7 @@ def recommend(audit: AuditT, model: nn.Module, batch: Batch, loss: LossOfModel |
                 steps = in_steps([*before, remedy, *([LOAD] if of_factory else [])])
                 found[index] = finding.model_copy(update={"remedy": steps})
         notes += [TRAINS] * any("lambda_tried" in one.evidence for one in found)
-    about = audit.provenance.model_copy(update={"advised": True, "notes": notes})
+    about = audit.provenance.model_copy(update={"skips_examined": True, "notes": notes})
     ordered = sorted(found, key=lambda finding: SEVERITY_ORDER[finding.severity])
     return audit.model_copy(update={"findings": ordered, "provenance": about})
 

@@ -90,9 +90,9 @@ def min_lambda_for_spread(
     r"""Return the smallest |λ| from which on `skip_bound` is at least a share of μ(x).
 
     Formula: r + μ(f(x))/μ(x) without a norm, with the share r = ``keep_spread``. ``relative`` replaces μ by
-    μ/‖·‖_F, which does not grow with the length of the states: (μ(f(x))/μ(x) + r·‖f(x)‖_F/‖x‖_F)/(1 − r). With a
-    norm, |λ| is found by bisection, and √D·μ(U) replaces μ(x) (equal if rows have norm √D; directions U as in
-    `skip_bound`).
+    μ/‖·‖_F, which does not grow with the length of the states: (μ(f(x))/μ(x) + r·‖f(x)‖_F/‖x‖_F)/(1 − r).
+    With a norm, |λ| is found by bisection, and √D·μ(U) replaces μ(x) (equal if rows have norm √D; directions
+    U as in `skip_bound`).
     Range: [r, ∞] without a norm: infinite if μ(x) = 0 < μ(f(x)), and r if both are 0. [0, ∞] with
     ``relative``. (0, ∞] with a norm: infinite if all rows of x have the same direction, or if f(x) moves rows
     of zeros too far.
