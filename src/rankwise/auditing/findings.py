@@ -128,19 +128,20 @@ def diagnose(
     mixers = grouped(heads, lambda head: (head.id.at(None), head.cross)).values()
     measured = Measured(heads, states, uncaptured, importance, mixers, provenance)
     subjects = {rule.find: rule.about for rule in RULES.values()}
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for about_heads, group in groupby(subjects, lambda find: subjects[find] == "head"):
         finds = list(group)
         for subject in heads if about_heads else [measured]:
-            found += (finding for find in finds for finding in find(subject))
+            findings += (finding for find in finds for finding in find(subject))
     if importance is not None:
-        priced = {code: rule.about for code, rule in RULES.items() if rule.with_costs}
-        found = with_removal_costs(found, priced, heads, importance, states, provenance)
-    remedies = [finding.remedy and unless_done(finding.remedy, provenance) for finding in found]
-    found = [
-        finding.model_copy(update={"remedy": remedy}) for finding, remedy in zip(found, remedies, strict=True)
+        subjects_with_costs = {code: rule.about for code, rule in RULES.items() if rule.with_costs}
+        findings = with_removal_costs(findings, subjects_with_costs, heads, importance, states, provenance)
+    remedies = [finding.remedy and unless_done(finding.remedy, provenance) for finding in findings]
+    findings = [
+        finding.model_copy(update={"remedy": remedy})
+        for finding, remedy in zip(findings, remedies, strict=True)
     ]
-    return sorted(found, key=lambda finding: SEVERITY_ORDER[finding.severity])
+    return sorted(findings, key=lambda finding: SEVERITY_ORDER[finding.severity])
 
 
 def about(code: str) -> Subject | Literal[""]:
@@ -162,13 +163,13 @@ def check_codes(codes: Sequence[str]) -> list[str]:
 def removable(measured: Measured) -> Iterator[Finding]:
     """Find the heads that can be removed together."""
     importance = measured.importance
-    if importance is not None and (found := importance.removable) is not None and found.heads:
-        saved = saved_share(found.heads, measured.heads, measured.states, measured.provenance)
-        numbers = {name: getattr(found, name) for name in ("cost", "relative", "loss")}
-        evidence = {"heads": len(found.heads), **numbers, "parameters": saved}
-        words = describe_removable(importance, found, saved)
-        place = Address() if len(found.heads) > 1 else found.heads[0]
-        remedy = removal_remedy(saved, found.relative, found.tolerance)
+    if importance is not None and (removable := importance.removable) is not None and removable.heads:
+        saved = saved_share(removable.heads, measured.heads, measured.states, measured.provenance)
+        numbers = {name: getattr(removable, name) for name in ("cost", "relative", "loss")}
+        evidence = {"heads": len(removable.heads), **numbers, "parameters": saved}
+        words = describe_removable(importance, removable, saved)
+        place = Address() if len(removable.heads) > 1 else removable.heads[0]
+        remedy = removal_remedy(saved, removable.relative, removable.tolerance)
         yield _finding("REMOVABLE", place, evidence, words, remedy=remedy)
 
 
@@ -197,23 +198,23 @@ BROKEN_WEIGHTS = Remedy(
 def nonfinite(measured: Measured) -> Iterator[Finding]:
     """Find mixers and token states with NaN or infinity."""
     meaning = "NaN or infinity appears here; those sequences are left out of every mean."
-    found, about = [], measured.provenance
+    findings, about = [], measured.provenance
     half = about is None or "16" in about.model_dtype
     remedy = in_steps([OVERFLOW, BROKEN_WEIGHTS]) if half else BROKEN_WEIGHTS
     for mixer in measured.mixers:
         if broken := [head for head in mixer if head.nonfinite]:
             evidence = {"heads": len(broken), "sequences": max(head.nonfinite for head in broken)}
             words = f"Attention of {broken[0].site or 'the model itself'}: {meaning}"
-            found.append(_finding("NONFINITE", broken[0], evidence, words, "error", broken, remedy))
+            findings.append(_finding("NONFINITE", broken[0], evidence, words, "error", broken, remedy))
     for state in measured.states:
         if state.nonfinite:
             words = f"Token states after {state.blocks} blocks: {meaning}"
             evidence = {"blocks": state.blocks, "sequences": state.nonfinite}
-            found.append(_finding("NONFINITE", state, evidence, words, "error", remedy=remedy))
-    stacks = [finding.where.stack for finding in found]
+            findings.append(_finding("NONFINITE", state, evidence, words, "error", remedy=remedy))
+    stacks = [finding.where.stack for finding in findings]
     # the mixer of a block comes before the states that the block writes
     yield from sorted(
-        found,
+        findings,
         key=lambda finding: (
             stacks.index(finding.where.stack),
             finding.where.sort_key[1],
@@ -342,10 +343,10 @@ def duplicate_heads(measured: Measured) -> Iterator[Finding]:
                 groups.update(dict.fromkeys(joined, joined))
                 distances[head.head] = head.nearest_head_distance
         for group in {min(group): sorted(group) for _, group in sorted(groups.items())}.values():
-            alike = [by_number[at] for at in group]
+            alike = [by_number[number] for number in group]
             evidence = {
                 "heads": len(group),
-                "nearest_head_distance": max(distances.get(at, 0) for at in group),
+                "nearest_head_distance": max(distances.get(number, 0) for number in group),
             }
             words = f"Heads {', '.join(map(str, group[:-1]))} and {group[-1]} mix the same way."
             weights = "query and key weights" if mixer[0].kind in ("softmax", "linear") else "weights"
@@ -367,21 +368,23 @@ def oversized_heads(measured: Measured) -> Iterator[Finding]:
     remedy = unless_too_little(remedy, max(saved, cached))
     for mixer in measured.mixers:
         judged = [head for head in mixer if _determines_width(head)]
-        found = [one for one in judged if 1 <= one.required_head_dim <= OVERSIZED_HEADS * (one.head_dim or 0)]
-        if found:
-            head = min(found, key=lambda head: head.required_head_dim / (head.head_dim or 1))
+        oversized = [
+            head for head in judged if 1 <= head.required_head_dim <= OVERSIZED_HEADS * (head.head_dim or 0)
+        ]
+        if oversized:
+            head = min(oversized, key=lambda head: head.required_head_dim / (head.head_dim or 1))
             required, width = head.required_head_dim, head.head_dim or 0
             evidence = {
-                "heads": len(found), "of": len(judged), "head_dim": width, "required_head_dim": required,
+                "heads": len(oversized), "of": len(judged), "head_dim": width, "required_head_dim": required,
                 "tolerance": WIDTH_TOLERANCE, "parameters": saved,
             }  # fmt: skip
             words = (
-                f"{len(found)} of {len(judged)} heads need less than half the width of their queries and "
+                f"{len(oversized)} of {len(judged)} heads need less than half the width of their queries and "
                 f"keys: head {head.head} {required:.0f} of {width}. With it attention stays within "
                 f"{WIDTH_TOLERANCE:g} nats on these sequences (KL to second order, rows weighed evenly)."
                 + gain
             )
-            yield _finding("OVERSIZED_HEADS", head, evidence, words, heads=found, remedy=remedy)
+            yield _finding("OVERSIZED_HEADS", head, evidence, words, heads=oversized, remedy=remedy)
 
 
 def _determines_width(head: HeadRecord) -> bool:
@@ -397,7 +400,7 @@ def _determines_width(head: HeadRecord) -> bool:
 )  # fmt: skip
 def not_captured(measured: Measured) -> Iterator[Finding]:
     """Find modules that look like mixers and were not captured."""
-    for (kind, reason), modules in grouped(measured.uncaptured, lambda one: (one.type, one.reason)).items():
+    for (kind, reason), modules in grouped(measured.uncaptured, lambda module: (module.type, module.reason)).items():
         name, evidence = modules[0].name, {"modules": len(modules)}
         words = f"{len(modules)} × {kind} looks like a mixer and is not in this audit: {reason}."
         severity: Severity = "info" if reason.startswith("never called") else "warning"

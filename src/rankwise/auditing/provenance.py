@@ -60,7 +60,7 @@ def provenance_of(model: "nn.Module", measured: Mapping[str, Any], given: Mappin
     parameters = list(model.parameters())
     dtypes = {str(parameter.dtype).removeprefix("torch.") for parameter in parameters}
     loaded = {name: version(name) for name in LIBRARIES if sys.modules.get(name) is not None}
-    found: dict[str, Any] = {
+    read: dict[str, Any] = {
         "model": str(getattr(model, "name_or_path", "") or type(model).__name__),
         "model_class": f"{type(model).__module__}.{type(model).__qualname__}",
         "parameters": sum(parameter.numel() for parameter in parameters),
@@ -69,7 +69,7 @@ def provenance_of(model: "nn.Module", measured: Mapping[str, Any], given: Mappin
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": {"rankwise": version("rankwise"), "python": platform.python_version(), **loaded},
     }
-    fields = {**found, **measured, **given}
+    fields = {**read, **measured, **given}
     return Provenance(**{name: _printable(value) for name, value in fields.items()})
 
 

@@ -31,10 +31,10 @@ def verdict_of(audit: "Audit") -> Verdict:
     head would bring.
     """
     kinds = grouped(audit.findings, lambda finding: finding.code)
-    named = {code: found for code, found in kinds.items() if code in RULES and RULES[code].names}
+    named = {code: group for code, group in kinds.items() if code in RULES and RULES[code].names}
     several = len({head.stack for head in audit.heads} | {state.stack for state in audit.states}) > 1
-    severe = {code: found for code, found in named.items() if found[0].severity != "info"}
-    errors = any(found[0].severity == "error" for found in severe.values())
+    severe = {code: group for code, group in named.items() if group[0].severity != "info"}
+    errors = any(group[0].severity == "error" for group in severe.values())
     if severe:
         sentence = ("Not healthy: " if errors else "Worth a look: ") + _listed(severe, several)
     elif not audit.heads and not audit.states:
@@ -82,7 +82,7 @@ def _healthy(audit: "Audit", noted: dict[str, list[Finding]], several: bool) -> 
 
 
 def _listed(kinds: dict[str, list[Finding]], several: bool) -> str:
-    phrases = [_phrase(code, own, several) for code, own in kinds.items()]
+    phrases = [_phrase(code, findings, several) for code, findings in kinds.items()]
     more = f"; {len(phrases) - MOST_KINDS} more" if len(phrases) > MOST_KINDS else ""
     return "; ".join(phrases[:MOST_KINDS]) + more
 
@@ -92,11 +92,11 @@ def _phrase(code: str, findings: Sequence[Finding], several: bool) -> str:
     rule, where = RULES[code], []
     if rule.about in ("model", "modules"):
         return rule.names
-    for stack, own in grouped(findings, lambda finding: finding.where.stack).items():
-        layers = [finding.where.layer for finding in own if finding.where.layer is not None]
+    for stack, group in grouped(findings, lambda finding: finding.where.stack).items():
+        layers = [finding.where.layer for finding in group if finding.where.layer is not None]
         words = number_words("layer", layers) if layers or not stack else "the input"
         if rule.about == "stack":
-            blocks = own[0].evidence.get("blocks", math.nan)
+            blocks = group[0].evidence.get("blocks", math.nan)
             words = f"after {blocks:g} block{'' if blocks == 1 else 's'}"
         where.append(words + (f" of {stack}" if several and stack else ""))
     link = " " if rule.about == "stack" else " in "
@@ -112,14 +112,14 @@ def number_words(noun: str, numbers: Sequence[int | None]) -> str:
         >>> number_words("layer", [0, 2, 4, 6, 8])
         '5 layers, 0 to 8'
     """
-    known = sorted({number for number in numbers if number is not None})
-    if not known:
+    distinct = sorted({number for number in numbers if number is not None})
+    if not distinct:
         return "the model"
-    first, last = known[0], known[-1]
+    first, last = distinct[0], distinct[-1]
     if first == last:
         return f"{noun} {first}"
-    if known == [*range(first, last + 1)] and len(known) > 2:
+    if distinct == [*range(first, last + 1)] and len(distinct) > 2:
         return f"{noun}s {first} to {last}"
-    if len(known) > 4:
-        return f"{len(known)} {noun}s, {first} to {last}"
-    return f"{noun}s {', '.join(map(str, known))}"
+    if len(distinct) > 4:
+        return f"{len(distinct)} {noun}s, {first} to {last}"
+    return f"{noun}s {', '.join(map(str, distinct))}"
