@@ -58,7 +58,7 @@ def run_split(recipe: Recipe, split: int) -> dict[str, Any]:
             "parameters_before": record.parameters_before,
             "parameters_after": record.parameters_after,
             "ranks": [one.rank for one in record.latents],
-            "predicted_nats": float(f"{sum(one.nats for one in record.latents):.3g}"),
+            "predicted_nats": float(f"{sum(one.output_kl for one in record.latents):.3g}"),
             "milliseconds": latency(recipe, model) if split == 0 else [],
         }
         print(f"split {split}, keep {keep}: {found['keeps'][str(keep)]}", flush=True)

@@ -19,9 +19,8 @@ from experiments.rank.rivals import pair_costs
 from experiments.real_models import demo, draw_windows, loss
 from experiments.render import markdown_table, mean_std
 from experiments.study import Study
-from rankwise.compression.trials import find_layers
 from rankwise.compression.width_factors import greedy_orders, whole_factors
-from rankwise.compression.width_find import collect_statistics
+from rankwise.compression.width_find import collect_statistics, find_layers
 
 PAIRS = 16
 """Rotary pairs per head of the demo."""
@@ -62,14 +61,14 @@ def keep_pairs(
     found: dict[str, Any] = {}
     for name, steps in (("chosen", 0), ("calibrated", recipe.steps)):
         record = rw.compress(
-            demo(), calibration, keep=pairs / PAIRS, parts=("rotary",), calibrate=steps, held_out=held_out,
+            demo(), calibration, keep=pairs / PAIRS, parts="width", calibrate=steps, held_out=held_out,
             time=False, seed=seed,
         )  # fmt: skip
         widths: dict[int, list[int]] = {}
         for head in record.heads:
             widths.setdefault(head.layer, []).append(head.width // 2)
         found |= {"kept": list(widths.values())}
-        found[name] = {"loss": round(record.loss_after, 5), "kl": round(record.kl, 5)}
+        found[name] = {"loss": round(record.loss_after, 5), "kl": round(record.attention_kl, 5)}
     return found
 
 

@@ -24,10 +24,9 @@ from experiments.render import markdown_table, mean_std
 from experiments.study import Study
 from rankwise.auditing import text_batches
 from rankwise.cli.load_data import load_text
-from rankwise.compression.trials import Factors, find_layers
-from rankwise.compression.width_find import collect_statistics
-from rankwise.compression.width_modules import narrow_layers
-from rankwise.compression.width_solve import closed_form, head_curves
+from rankwise.compression.width_factors import closed_form, head_curves
+from rankwise.compression.width_find import collect_statistics, find_layers
+from rankwise.compression.width_modules import Factors, narrow_layers
 
 WIDTH = 32
 """K of the model."""
@@ -67,15 +66,17 @@ def run_split(recipe: Recipe, folder: Path, train: list[str], test: list[str], s
     for width in recipe.widths:
         model = load(folder)
         record = rw.compress(
-            model, calibration, keep=width / WIDTH, calibrate=recipe.calibrate, held_out=held_out,
+            model, calibration, keep={"width": width / WIDTH}, calibrate=recipe.calibrate, held_out=held_out,
             time=split == 0, seed=split,
         )  # fmt: skip
-        own: dict[str, Any] = {"calibrated": round(record.kl, 4)}
+        own: dict[str, Any] = {"calibrated": round(record.attention_kl, 4)}
         own |= {"output_error": round(record.output_error, 4), "parameters": record.parameters_after}
         if split == 0 or width == recipe.widths[len(recipe.widths) // 2]:
             own["retrieval"] = score(model)
         found["widths"][str(width)] = own
-        found["latency"][str(width)] = [one.model_dump() for one in record.latency]
+        if split == 0:
+            milliseconds = {"before": 1e3 * record.seconds_before, "after": 1e3 * record.seconds_after}
+            found["latency"][str(width)] = [{"timed": record.timed, **milliseconds}]
         print(f"split {split}, width {width}: {own}", flush=True)
     if split == 0:
         found["original"] = score(load(folder))
@@ -179,13 +180,14 @@ def tables(report: dict[str, Any]) -> dict[str, str]:
     ]
     times = [
         (
-            *(width, f"{first['widths'][width]['parameters']:,}", str(one["tokens"])),
-            *(f"{one['before']:.1f}", f"{one['after']:.1f}", f"{one['low']:.2f} to {one['high']:.2f}"),
+            *(width, f"{first['widths'][width]['parameters']:,}"),
+            one.get("timed") or f"pass, {one['tokens']} tokens",
+            *(f"{one['before']:.1f}", f"{one['after']:.1f}", f"{one['after'] / one['before']:.2f}"),
         )
         for width in widths
         for one in first["latency"][width]
     ]
-    turns = "mean width", "parameters", "tokens", "before, ms", "after, ms", "after/before, 80 % of rounds"
+    turns = "mean width", "parameters", "timed", "before, ms", "after, ms", "after/before"
     return {
         "kl": markdown_table(
             ("attention KL, nats, at mean width", *widths),

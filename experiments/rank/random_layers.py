@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from rankwise.plan.planner import saturation
-from rankwise.plan.ranks import RandomHead
+from rankwise.plan.ranks import RandomHead, count_winners
 from rankwise.theory import rank_barrier
+from rankwise.theory.random_heads import rank_of_stochastic
 
 HEADS = 8
 """Not D/K: the rebuttal's widths are not multiples of K = 3."""
@@ -34,6 +35,14 @@ def gaussian(generator: torch.Generator, *shape: int) -> Tensor:
     return torch.randn(shape, generator=generator) / math.sqrt(shape[0])
 
 
+def head_rank(query: Float[Tensor, "T K"], key: Float[Tensor, "T K"], temperature: float) -> int:
+    """Return the number of hardmax winners at temperature 0, else of singular values ≥ 0.01."""
+    if temperature == 0:
+        return count_winners(query, key)
+    scores = query.double() @ key.double().mT / (temperature * math.sqrt(query.shape[-1]))
+    return rank_of_stochastic(scores.softmax(-1), 0.01)
+
+
 def layer_ranks(
     states: Float[Tensor, "T D"],
     head_dim: int,
@@ -46,8 +55,7 @@ def layer_ranks(
     Each block has full softmax attention at τ = √K and an MLP of width 4 D, all at new random weights, and
     norms before each part ("pre", as in GPT-2) or after each sum ("post", as in BERT).
     """
-    tokens, width = states.shape
-    measures = [RandomHead(tokens, temperature=temperature) for temperature in temperatures]
+    width = states.shape[-1]
 
     def project(rows: Tensor, columns: int) -> Tensor:
         return rows @ gaussian(generator, rows.shape[-1], columns)
@@ -66,7 +74,7 @@ def layer_ranks(
         read = before(states)
         query, key = split(read), split(read)
         pairs = list(zip(query[:MEASURED], key[:MEASURED], strict=True))
-        ranks.append([sum(measure.rank(*pair) for pair in pairs) / MEASURED for measure in measures])
+        ranks.append([sum(head_rank(*pair, tau) for pair in pairs) / MEASURED for tau in temperatures])
         mixed = F.scaled_dot_product_attention(query, key, split(read)).transpose(0, 1).flatten(1)
         states = after(states + project(mixed, width))
         hidden = F.gelu(project(before(states), 4 * width))

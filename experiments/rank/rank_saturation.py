@@ -30,7 +30,7 @@ from experiments.render import markdown_table
 from experiments.study import Report, Study
 from rankwise.cli.load_data import load_text
 from rankwise.plan.planner import DENSE_WIDTHS, saturation
-from rankwise.plan.ranks import RandomHead, hardmax_ranks
+from rankwise.plan.ranks import RandomHead, count_winners, hardmax_ranks
 
 MEASURES = {"hardmax": 0.0, "softmax": 1.0}
 """Different winners, or singular values ≥ 0.01 of the softmax at τ = √K: temperature in units of √K."""
@@ -217,7 +217,7 @@ def layer_means(name: str, head_dim: int, settings: Settings, batch: dict[str, T
         for site in trace.mixers:
             query, key = site.operator.query.flatten(0, 1), site.operator.key.flatten(0, 1)
             tokens = query.shape[1]
-            ranks = [RandomHead(tokens).rank(*pair) for pair in zip(query, key, strict=True)]
+            ranks = [count_winners(*pair) for pair in zip(query, key, strict=True)]
             layers.append(sum(ranks) / len(ranks) / tokens)
         runs.append(layers)
     found = np.array(runs)

@@ -14,17 +14,23 @@ from torch.nn import functional as F
 
 from rankwise.compression.kv_modules import LatentLayer, latent_change
 from rankwise.compression.kv_solve import SecondMoments, WeightedSVD, ranks_for_keep, weighted_svd
-from rankwise.compression.trials import Factors, Projections
-from rankwise.compression.width_factors import Order, Rows, make_order, removal_costs, rows_of, units_of
-from rankwise.compression.width_find import (
-    QueryKeyStatistics,
-    first_samples,
+from rankwise.compression.width_factors import (
+    Curve,
+    Order,
+    Rows,
+    closed_form,
     layer_divergence,
+    make_order,
+    removal_costs,
+    rows_of,
+    units_of,
     width_curves,
 )
-from rankwise.compression.width_solve import Curve, closed_form, widths_under_budget
-from rankwise.measures.logits import LogitBases, logit_bases
-from rankwise.tracing.projections import linear_parts
+from rankwise.compression.width_find import QueryKeyStatistics, first_samples
+from rankwise.compression.width_modules import Factors
+from rankwise.compression.width_solve import widths_under_budget
+from rankwise.measures.required_width import LogitBases, logit_bases
+from rankwise.tracing.projections import QueryKeyProjections, linear_parts
 
 SHARES = (0.125, 0.25, 0.5, 0.75)
 """Shares of the head width at which attention KL is measured."""
@@ -56,7 +62,7 @@ def random_directions(query: Float64[Tensor, "K K"], key: Float64[Tensor, "K K"]
     return LogitBases(basis, basis)
 
 
-def weight_moments(model: nn.Module, found: Projections, head: int) -> tuple[Tensor, Tensor]:
+def weight_moments(model: nn.Module, found: QueryKeyProjections, head: int) -> tuple[Tensor, Tensor]:
     """Return the second moments W_q W_qᵀ and W_k W_kᵀ of a key head for tokens that are white noise.
 
     With these moments `logit_bases` is the SVD of W_qᵀ W_k, which ignores data (CLOVER, arXiv 2411.17426).

@@ -26,14 +26,14 @@ from experiments.study import Study
 from rankwise.auditing import text_batches
 from rankwise.cli.load_data import load_text
 from rankwise.cli.load_model import demo_model, demo_text
-from rankwise.skips.locate import find_sites
+from rankwise.skips.hook_places import find_places
 from rankwise.skips.observe import observe
-from rankwise.theory import min_lambda, mixing_strength, skip_bound
+from rankwise.theory import min_lambda_for_spread, min_lambda_paper, skip_bound
 
 SHAPES = ((2, 2), (3, 8), (8, 3), (12, 16))
 STARTS = ("random", "alike", "against", "towards")
-KEEP = 0.5
-"""Share of μ² that a layer should keep."""
+KEEP = math.sqrt(0.5)
+"""Share of μ that a layer should keep."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,10 +159,15 @@ def search_theorem(recipe: Recipe, centre: bool, eps: float) -> dict[str, Any]:
         product = 0.5 * torch.sigmoid(size)
         q = lengths.square().mean(-1).sqrt()
         strength = ((product * q).square() + eps).sqrt() / lengths.amin(-1)
-        first = [x.detach().flatten()[0].item() for x in (product, q, lengths.amin(-1), strength)]
-        assert math.isclose(mixing_strength(first[0], eps, first[1], first[2]), first[3])
         before = mu(u).square()
         a = (1 - 2 * tokens * width * strength / before) / (strength + 1).square()
+        for i in (
+            (a.detach() > 1e-6).nonzero()[:1].flatten().tolist()
+        ):  # there, λ = 1 is the least of the package
+            matrices = [x[i].detach() for x in (y, product[:, None, None] * m, c)]
+            norm: Any = "layer" if centre else "rms"
+            least = min_lambda_paper(*matrices, keep_spread=a[i].sqrt().item(), norm=norm, eps=eps)
+            assert math.isclose(least.item(), 1, rel_tol=1e-6)
         found = mu(normed(product[:, None, None] * m @ y @ c + y, centre, eps)).square()
         found = (a * before - found) / before
         return found, found, a > 0
@@ -200,7 +205,7 @@ def smallest_by_rows(y: Tensor, b: Tensor, mask: Tensor, centre: bool, eps: floa
     worst = 0.0
     for rows, branch, real in zip(y.double(), b.double(), mask, strict=True):
         rows, branch = rows[real], branch[real]
-        wanted = math.sqrt(KEEP) * by_rows(rows, 0 * branch, centre, 0.0)
+        wanted = KEEP * by_rows(rows, 0 * branch, centre, 0.0)
         low, high = 0.0, 1e6
         for _ in range(60):
             middle = (low + high) / 2
@@ -213,14 +218,14 @@ def smallest_by_rows(y: Tensor, b: Tensor, mask: Tensor, centre: bool, eps: floa
 def smallest_scales(model: nn.Module, batch: Any) -> list[dict[str, Any]]:
     """Return per layer the smallest |λ| that guarantees √½ of μ, by rows alone and by the better of both."""
     found = []
-    sites, _ = find_sites(model, batch)
-    for one in observe(model, batch, sites, {}):
+    places, _ = find_places(model, batch)
+    for one in observe(model, batch, places, {}):
         y, b, mask, norm = one.x, one.branch, one.mask, one.norm
         kind = ("layer" if norm.centre else "rms") if norm.known else "none"
-        both = float(min_lambda(y, b, KEEP, mask, kind, norm.eps if norm.known else 0.0).max())
+        both = float(min_lambda_for_spread(y, b, KEEP, mask, kind, norm.eps if norm.known else 0.0).max())
         rows = smallest_by_rows(y, b, mask, norm.centre, norm.eps) if norm.known else both
         found.append(
-            {"site": one.site.name, "norm": norm.kind, "rows": round(rows, 4), "both": round(both, 4)}
+            {"site": one.place.name, "norm": norm.kind, "rows": round(rows, 4), "both": round(both, 4)}
         )
     return found
 

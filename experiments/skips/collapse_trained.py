@@ -24,7 +24,7 @@ from experiments.study import Report, Study
 from rankwise.auditing import text_batches
 from rankwise.cli.load_data import load_text
 from rankwise.cli.load_model import demo_model, demo_text, demo_tost_model
-from rankwise.skips import mean_loss
+from rankwise.importance.loss_choice import model_loss
 
 SCALES = (0.0, 0.5, -1.0, 1.0, 2.0)
 TOKENS, SEQUENCES = 128, 4
@@ -56,7 +56,7 @@ def measured(model: nn.Module, batches: list[dict[str, Any]], scale: float) -> d
         for value in skips.values():
             value.fill_(scale)
     states = rw.audit(model, batches).states
-    loss = mean_loss(model, batches) if hasattr(model, "lm_head") else None
+    loss = model_loss(model, batches).mean(model, batches) if hasattr(model, "lm_head") else None
     rw.remove_lambda_skip(model)
     share = [round(state.spread, 4) for state in states]
     rank = [round(state.effective_rank, 2) for state in states]

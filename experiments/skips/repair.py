@@ -34,12 +34,13 @@ from experiments.study import Study
 from rankwise.auditing import text_batches
 from rankwise.cli.load_data import load_text
 from rankwise.cli.load_model import demo_model, demo_text
-from rankwise.skips import add_lambda_skip, apply_saved_skips, mean_loss, remove_lambda_skip, save_skips
+from rankwise.importance.loss_choice import model_loss
+from rankwise.skips import add_lambda_skip, load_skips, remove_lambda_skip, save_skips
 
 TOKENS, SEQUENCES = 128, 4
 LAYERS = 20
 TEXT = "text.txt"
-REPAIR = f"rankwise skip broken --text {TEXT} --tokens {TOKENS} --init 1 --out broken-skips"
+REPAIR = f"rankwise skip broken --text {TEXT} --tokens {TOKENS} --lambda 1 --out broken-skips"
 
 
 def deep_model(layers: int) -> nn.Module:
@@ -80,11 +81,11 @@ def audit(model: Path, folder: Path, *, has_loss: bool) -> dict[str, Any]:
     }
     if has_loss:
         loaded = AutoModelForCausalLM.from_pretrained(model).eval()
-        apply_saved_skips(loaded, model)
+        load_skips(loaded, model, missing_ok=True)
         tokenizer = AutoTokenizer.from_pretrained(demo_model())
         text = load_text(TEXT)
-        batches = text_batches(text, tokenizer, tokens=TOKENS, sequences=SEQUENCES, batch_size=4)
-        stage["loss"] = mean_loss(loaded, list(batches))
+        batches = list(text_batches(text, tokenizer, tokens=TOKENS, sequences=SEQUENCES, batch_size=4))
+        stage["loss"] = model_loss(loaded, batches).mean(loaded, batches)
     return stage
 
 

@@ -26,8 +26,8 @@ from experiments.zoo.state_space import STATE_SPACE, tiny
 from experiments.zoo.transformers import BERT, FAMILIES, hugging_face, text_inputs
 from rankwise._internals.torch_private import forward_hooks
 from rankwise.skips import Skips, add_lambda_skip, remove_lambda_skip
-from rankwise.skips.find import run_with, tensors_in
 from rankwise.skips.observe import scaled_sums, without_skips
+from rankwise.skips.residual_sums import run_with, tensors_in
 
 HEADINGS = (
     "family", "λ-skips", "captured, max \\|M V − own\\|", "no-op at λ = 1, bit-identical",
@@ -93,7 +93,7 @@ def error_at_other_scales(model: nn.Module, batch: dict[str, Any], skips: Skips)
             parameter.fill_(-0.5 - 0.1 * at)
     scales = {name: parameter.detach() for name, parameter in skips.items()}
     with without_skips(model):
-        wanted = run_with(model, batch, scaled_sums(list(skips.sites.values()), scales))
+        wanted = run_with(model, batch, scaled_sums(list(skips.places.values()), scales))
     pairs = zip(wanted, outputs(model, batch), strict=True)
     errors = [(one - other).norm() / one.norm() for one, other in pairs]
     return float(torch.stack(errors).max())

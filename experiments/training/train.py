@@ -21,8 +21,8 @@ from experiments.training.config import TrainingConfig
 from experiments.training.models import build_model
 from experiments.training.stream import Stream
 from rankwise.models import parameter_groups
-from rankwise.monitor import RankMonitor, scalars
-from rankwise.skips.modules import LambdaSkip
+from rankwise.monitor import RankMonitor, logged_numbers
+from rankwise.skips.lambda_skip import LambdaSkip
 
 PROBE_EXAMPLES, PROBE_TOKENS = 2, 128
 """Size of the probe that the monitor audits: exact ranks cost O(T³)."""
@@ -198,7 +198,9 @@ def run_values(
     best = better(evaluated, key=lambda entry: entry[f"eval_{config.metric}"])
     skips = [one for one in trainer.model.modules() if isinstance(one, LambdaSkip) and one.weight is not None]
     audits = [] if monitor is None else zip(monitor.history.steps, monitor.history.audits, strict=True)
-    ranks = {str(step): {name: round(x, 5) for name, x in scalars(audit).items()} for step, audit in audits}
+    ranks = {
+        str(step): {name: round(x, 5) for name, x in logged_numbers(audit).items()} for step, audit in audits
+    }
     return {
         "parameters": trainer.model.num_parameters(),
         "scores": {

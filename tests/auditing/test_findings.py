@@ -9,6 +9,7 @@ import pytest
 from tests.support.records import (
     HeadImportance,
     RemovableSet,
+    advice,
     audit,
     changed,
     head,
@@ -26,20 +27,22 @@ from rankwise.auditing import (
     Audit,
     Finding,
     HeadRecord,
+    Remedy,
     StateRecord,
     UncapturedModule,
     compare,
     findings,
+    remedy_text,
 )
 from rankwise.auditing.findings import check_codes, diagnose
 from rankwise.auditing.records import Verdict
+from rankwise.auditing.remedies import LINEAR, compress_remedy, in_steps, removal_remedy
 from rankwise.errors import InputError
 from rankwise.report.comparison_report import finding_lists
 from rankwise.tracing import Address
 
 Fields = dict[str, Any]
 CONSTANT = {"stable_rank": 1.05, "row_spread": 0.2}
-WIDE = {"head_dim": 10}
 NARROW = {"head_dim": 15, "required_head_dim": 2}
 SINK = {"max_token_mass": 0.95}
 BROKEN = {"nonfinite_sequences": 1}
@@ -217,7 +220,7 @@ def test_duplicates_are_a_finding_per_group(nearest: dict[int, int], groups: lis
     for finding in found:
         others = ", ".join(map(str, finding.heads[1:]))
         weights = f"the query and key weights of head {finding.heads[0]}"
-        assert finding.remedy.endswith(f" {others} {weights}, and compare the loss")
+        assert finding.remedy.words.endswith(f" {others} {weights}, and compare the loss")
 
 
 @pytest.mark.parametrize(
@@ -269,8 +272,8 @@ def test_modules_that_were_not_captured_are_counted_by_class() -> None:
     ]
     [finding] = diagnose((), (), modules)
     assert finding.evidence == {"modules": 3}
-    assert finding.remedy.startswith("write a function ")
-    assert finding.remedy.endswith("`rw.audit(model, batches, sites={'h.0.mamba': operator_of})`")
+    assert finding.remedy.words.startswith("write a function ")
+    assert finding.remedy.code == "rw.audit(model, batches, sites={'h.0.mamba': operator_of})"
 
 
 def test_the_most_severe_findings_are_first() -> None:
@@ -494,7 +497,7 @@ def test_the_first_broken_place_comes_first() -> None:
 @pytest.mark.parametrize("found", [audit([], states=token_states(0.9, 0.02)), audit(heads(BROKEN))])
 def test_with_errors_only_their_remedies_are_actions(found: Audit) -> None:
     narrow = audit(heads(NARROW))
-    assert narrow.verdict.actions == (narrow.findings[0].remedy,)
+    assert narrow.verdict.actions == (advice(narrow.findings[0]),)
     both = changed(found, findings=[*found.findings, *narrow.findings, *removable((0, 1)).findings])
     assert {"OVERSIZED_HEADS", "REMOVABLE"} <= {finding.code for finding in both.findings}
     assert len(both.verdict.actions) == 1
@@ -509,21 +512,44 @@ def test_a_verdict_names_kinds_and_places_and_has_an_action_per_code() -> None:
     assert verdict.sentence == (
         "Not healthy: NaN or infinity in layer 0; collapse through depth after 1 block."
     )
-    remedies = {finding.code: finding.remedy for finding in reversed(found.findings)}
+    remedies = {finding.code: advice(finding) for finding in reversed(found.findings)}
     assert verdict.actions == (remedies["NONFINITE"], remedies["COLLAPSE"])
     alike = audit(heads(*({"nearest_head": 1 - at, "nearest_head_distance": 0.02} for at in range(2))))
-    assert alike.findings[0].remedy.startswith("give head 1 the query")
+    assert advice(alike.findings[0]).startswith("No action recommended: equal heads are not a fault")
     assert alike.verdict.actions == ()  # it saves nothing
     identity = audit(heads({"identity_distance": 0.01}))
-    assert identity.verdict.actions == (f"{identity.findings[0].place}: {identity.findings[0].remedy}",)
+    assert identity.verdict.actions == (f"h layer 0 head 0: {advice(identity.findings[0])}",)
 
 
 @pytest.mark.parametrize("number", [2, 3, 4, 5])
 def test_a_verdict_has_the_actions_of_the_first_three_codes(number: int) -> None:
     named = ("INACTIVE_BLOCK", "SINK", "CONSTANT", "IDENTITY", "REMOVABLE")[:number]
-    found = [recorded(code, remedy=f"`rankwise audit {code}`") for code in named]
+    found = [recorded(code, remedy=Remedy(code=code)) for code in named]
     acts = changed(audit(heads(SINK)), findings=found).verdict.actions
-    assert acts == tuple(f"`rankwise audit {code}`" for code in named[:3])
+    assert acts == tuple(f"`{code}`" for code in named[:3])
+
+
+def test_actions_that_compress_are_one_and_actions_with_a_condition_are_last() -> None:
+    removal, narrowing = removal_remedy(0.1, 0.01, 0.02), compress_remedy(["kv"], "0.01", "cache", "kv", 0.2)
+    remedies = {"REMOVABLE": removal, "SINK": removal, "OVERSIZED_HEADS": narrowing}
+    found = [recorded(code, remedy=remedy) for code, remedy in remedies.items()]
+    found.append(recorded("CONSTANT", remedy=Remedy(code="rw.audit(model, batches)")))
+    holding = changed(audit(heads(SINK)), findings=found)
+    other, both = holding.verdict.actions
+    assert other == "`rw.audit(model, batches)`"
+    code = 'rw.compress(model, batches, parts=["heads", "kv"], tolerance=0.02)'
+    assert both == f"choose heads again and remove them; cache: `{code}`, if {LINEAR}"
+    command = "rankwise compress m --text 'a b.txt' --parts heads,kv --tolerance 0.02 --out m-heads"
+    for options, expected in (
+        ([], command), ([["--delta", "1"]], command), ([["--tokenizer", "t"]], code),
+    ):  # fmt: skip
+        made = changed(holding, origin={"arguments": [["m"], ["--text", "a b.txt"], *options]})
+        assert made.verdict.actions[1].split("`")[1] == expected
+
+
+def test_steps_are_numbered_lines() -> None:
+    steps = in_steps([Remedy(words="look", code="f(x)"), Remedy(words="or leave it")])
+    assert remedy_text(steps) == "1. Look: `f(x)`.\n2. Or leave it."
 
 
 @pytest.mark.parametrize("measured", [2, 1])
@@ -540,13 +566,13 @@ def test_no_saving_is_stated_if_a_head_to_remove_was_not_measured(measured: int)
     assert saved == pytest.approx(0.08 if measured == 2 else math.nan, nan_ok=True)
 
 
-def test_without_actions_the_verdict_prices_the_cheapest_head() -> None:
+def test_without_actions_the_verdict_states_the_cost_of_the_cheapest_head() -> None:
     costs = [{"importance": HeadImportance(exact=cost), "head_dim": 4} for cost in (0.02, 0.01)]
     found = audit(heads(*costs), states=token_states(0.9, 0.8, hidden_size=9), importance=importance())
     about = found.provenance.model_copy(update={"parameters": 2000})
     assert changed(found, provenance=about).verdict.no_action == (
-        "Nothing worth doing: the cheapest head (layer 0 head 1) costs +0.50% of the loss and saves at most "
-        "8.0% of the parameters."
+        "No action recommended: removing the cheapest head (layer 0, head 1) raises the loss by 0.50% and "
+        "saves at most 8.0% of the parameters."
     )
     assert changed(found, importance=None).verdict.no_action == ""
 
@@ -559,21 +585,21 @@ def test_without_actions_the_verdict_prices_the_cheapest_head() -> None:
         ({"value": 0.0, "reference": 0.0}, "+0.01 nats per token."),
     ],
 )
-def test_the_cheapest_head_is_priced_by_what_costs_are_compared_with(
-    changes: dict[str, Any], words: str
-) -> None:
+def test_the_cost_of_the_cheapest_head_names_its_reference(changes: dict[str, Any], words: str) -> None:
     record = importance().model_copy(update=changes)
     found = audit(heads({"importance": HeadImportance(exact=0.01)}), importance=record)
-    assert found.verdict.no_action.endswith(f"(layer 0 head 0) costs {words}")
+    assert found.verdict.no_action.endswith(f"(layer 0, head 0) costs {words}")
 
 
 def test_no_audit_is_advised_that_was_just_run() -> None:
     found = audit(heads(SINK))
-    for arguments, repeated in (([["m"]], False), ([["m"], ["--importance", "estimate"]], True)):
+    for arguments in ([["m"]], [["m"], ["--importance", "estimate"]]):
         about = found.provenance.model_copy(update={"arguments": arguments})
         (finding,) = diagnose(found.heads, (), (), provenance=about)
-        assert ("rankwise audit m" in finding.remedy) != repeated
-        assert (finding.remedy in changed(found, findings=[finding]).verdict.actions) != repeated
+        words = "No action recommended: this audit ran with --importance already"
+        repeated = len(arguments) > 1
+        assert (advice(finding, about) == words) == repeated
+        assert bool(changed(found, findings=[finding]).verdict.actions) != repeated
 
 
 @pytest.mark.parametrize(
@@ -583,8 +609,8 @@ def test_float32_is_advised_against_nan_only_to_models_in_half_precision(dtype: 
     found = audit(heads(BROKEN))
     about = found.provenance.model_copy(update={"arguments": [["m"]], "model_dtype": dtype})
     (finding,) = diagnose(found.heads, (), (), provenance=about)
-    assert ("`rankwise audit m --dtype float32" in finding.remedy) == half
-    assert "the cause is in the inputs or the weights, `[name for name, weight" in finding.remedy
+    assert ("`rankwise audit m --dtype float32" in advice(finding, about)) == half
+    assert "`[name for name, weight" in advice(finding, about)
 
 
 @pytest.mark.parametrize("change", [{"findings": []}, {"complete": False}])

@@ -15,10 +15,10 @@ from typer.testing import CliRunner, Result
 
 import rankwise as rw
 from rankwise.auditing import Audit, History
-from rankwise.cli import app, run_job
+from rankwise.cli import app, run_jobs
 from rankwise.cli.audit_job import PIECE, WHOLE, AuditJob
-from rankwise.cli.audit_many import audit_many, jobs_of, run_here
-from rankwise.cli.options import add_bare_values
+from rankwise.cli.audit_many import audit_many, jobs_of
+from rankwise.cli.run_jobs import run_here
 from rankwise.errors import InputError, RankwiseError
 
 Run = Callable[..., Result]
@@ -158,14 +158,14 @@ def test_a_code_in_any_audit_fails_the_command(run: Run, home: Path) -> None:
 
 
 def test_ctrl_c_keeps_finished_audits_and_their_history(run, home, monkeypatch) -> None:
-    load, calls = run_job.load_model, iter(range(9))
+    load, calls = run_jobs.load_model, iter(range(9))
 
     def interrupted(*arguments: object, **options: object) -> object:
         if next(calls) == 1:
             raise KeyboardInterrupt
         return load(*arguments, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(run_job, "load_model", interrupted)
+    monkeypatch.setattr(run_jobs, "load_model", interrupted)
     result = run("audit", *CHECKPOINTS, *DATA, "--out", "cut")
     assert result.exit_code == 130
     assert [path.parent.name for path in (home / "cut").glob("*/audit.json")] == ["checkpoint-90"]
@@ -502,15 +502,3 @@ def test_wrong_options_are_refused_before_a_model_is_loaded(options, says, tmp_p
         raise done.exception
     assert done.stderr == ""
     assert not out.exists()
-
-
-@pytest.mark.parametrize("value", ["auto", "local", "ray://head:10001", "head:6379", "10.0.0.1:6379"])
-def test_an_address_follows_ray_and_a_model_does_not(value: str) -> None:
-    assert add_bare_values(["--ray", value, "m"]) == ["--ray", value, "m"]
-    for model in ("model.py:build", "gpt2", "org/m", "run/checkpoint-1", "C:1/m", "--out"):
-        assert add_bare_values(["--ray", model]) == ["--ray", "", model]
-    assert add_bare_values(["m", "--ray"]) == ["m", "--ray", ""]
-    assert add_bare_values(["--importance"]) == ["--importance", "auto"]
-    assert add_bare_values(["--importance", "--text", "a"]) == ["--importance", "auto", "--text", "a"]
-    for whole in (["--importance", "exact", "gpt2"], ["--importance=exact"]):
-        assert add_bare_values(whole) == whole

@@ -12,9 +12,8 @@ from tests.support.nets import NETS
 
 from rankwise.auditing import Audit, Provenance
 from rankwise.cli.audit_job import AuditJob
-from rankwise.cli.audit_many import jobs_of, run_here
-from rankwise.cli.ray_jobs import run_on_ray
-from rankwise.cli.run_job import run_job
+from rankwise.cli.audit_many import jobs_of
+from rankwise.cli.run_jobs import run_here, run_job, run_on_ray
 from rankwise.errors import InputError, RankwiseError
 
 RETRIES = "RAY_task_oom_retries"
@@ -177,6 +176,7 @@ def test_a_worker_of_ray_that_is_killed_loses_nothing(tmp_path, monkeypatch) -> 
     shutil.copy(NETS, tmp_path / "net.py")
     names = ("layer", "killed_once", "leaves", "raises")
     jobs = jobs_of(AuditJob(model=""), [f"{tmp_path}/net.py:{name}" for name in names])
+    jobs += jobs_of(AuditJob(model="", shards="2"), [f"{tmp_path}/net.py:several"])[0].parts
     found = dict(run_on_ray(jobs, "local"))
     assert (tmp_path / "killed").exists(), "no worker was killed"
     assert (tmp_path / "left").read_text() == "x", "an audit that failed by itself was run again"

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -251,10 +250,3 @@ def test_without_the_package_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(InputError, match=r"the package datasets.*pip install 'rankwise\[data\]'"):
         dataset_texts("a.txt")
-
-
-def test_importing_the_readers_is_light() -> None:
-    heavy = "{'transformers', 'datasets', 'PIL', 'huggingface_hub', 'pandas'}"
-    code = f"import sys, rankwise.cli.load_data; sys.exit(' '.join({heavy} & set(sys.modules)) or 0)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr

@@ -409,10 +409,10 @@ def test_without_names_the_parts_that_the_model_allows_are_done(make: Make, part
 @pytest.mark.parametrize(
     ("make", "part", "allowed"),
     [
-        (bert, "kv", "It allows heads and width."),
-        (qwen3, "width", "It allows heads and kv."),
-        (mpnet, "heads", "It allows width."),
-        (torch_layer, "width", "It allows no part."),
+        (bert, "kv", "The model allows heads and width."),
+        (qwen3, "width", "The model allows heads and kv."),
+        (mpnet, "heads", "The model allows width."),
+        (torch_layer, "width", "The model allows no part."),
     ],
 )
 def test_a_refusal_names_the_parts_that_the_model_allows(make: Make, part: str, allowed: str) -> None:

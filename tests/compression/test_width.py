@@ -40,7 +40,7 @@ from rankwise.compression.width_solve import (
     widths_under_budget,
 )
 from rankwise.errors import CompressionError
-from rankwise.measures.logits import LogitBases, logit_bases
+from rankwise.measures.required_width import LogitBases, logit_bases
 
 EPS = torch.finfo(torch.float64).eps
 

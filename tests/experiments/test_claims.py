@@ -79,7 +79,9 @@ def test_a_plan_states_the_losses_of_recorded_training_runs() -> None:
     assert rows[-1].mean("loss") - rows[-2].mean("loss") < rows[-1].std("loss")
     assert {run["settings"]["heads"] for row in rows for run in row.runs} == {4}
     assert {len(row.runs) for row in rows} == {3}
-    assert plan_head_dim(256, "causal", positions="rope").head_dim == 12
+    assert "the bundled demo (K* = 12) and in all-MiniLM-L6-v2 (K* = 13)" in said
+    assert plan_head_dim(256, "causal", "rope").head_dim == 12
+    assert plan_head_dim(192).head_dim == 13  # tokens of all-MiniLM-L6-v2 on this text
     saved = rows[-2].mean("parameters") - rows[-1].mean("parameters")
     assert saved == 4 * 2 * (128 + 1) * 4 * (32 - 12)  # 4 layers, weights and biases of queries and keys
 

@@ -5,12 +5,12 @@ from experiments.rank.compress_cache import rivals as latent_rivals
 from experiments.rank.compress_minilm import rivals
 from experiments.rank.rivals import joint_components, key_components, pair_costs, random_directions
 from tests.compression.compression_cases import bert, ids, llama
-from tests.compression.test_qk import head
+from tests.compression.test_width import head
 
 from rankwise.cli.load_model import demo_text
 from rankwise.compression.width_factors import greedy_orders, whole_factors
-from rankwise.compression.width_find import collect_statistics
-from rankwise.measures.logits import LogitBases, logit_bases
+from rankwise.compression.width_find import collect_statistics, find_layers
+from rankwise.measures.required_width import LogitBases, logit_bases
 
 
 def error(bases: LogitBases, rank: int) -> float:

@@ -74,15 +74,20 @@ CHANGES, ESTIMATE = "Without it the loss changes by", "The estimated cost of rem
 @pytest.mark.parametrize(
     ("cost", "exact", "meaning", "remedy"),
     [
-        (0.002, True, f"{CHANGES} +0.10% (nats per token 2 → 2.002, exact)", "`rw.compress.*"),
-        (0.3, True, f"{CHANGES} +15.0%", "nothing: the model needs.*"),
+        (
+            0.002,
+            True,
+            f"{CHANGES} +0.10% (nats per token 2 → 2.002, exact)",
+            "choose heads again and remove them: `rw.compress.*",
+        ),
+        (0.3, True, f"{CHANGES} +15.0%", "No action recommended: the model needs.*"),
         (0.3, False, f"{ESTIMATE} +15.0%; such estimates sort heads", '.*importance="exact".*'),
     ],
 )
 def test_a_sink_can_be_removed_if_its_exact_cost_is_small(cost, exact, meaning, remedy):
     known, unknown = found("SINK", [cost], exact=exact)
     assert meaning in known.meaning
-    assert re.fullmatch(remedy, known.remedy, re.DOTALL)
+    assert re.fullmatch(remedy, records.advice(known), re.DOTALL)
     assert (CHANGES in known.meaning) == exact
     assert known.evidence["removal_cost"] == cost
     assert "loss" not in unknown.meaning
@@ -100,9 +105,10 @@ def test_a_cheap_head_that_saves_too_little_is_no_action(changes, parameters, ac
     (finding,) = (
         x for x in diagnose([one], states, [], importance_record(), about) if x.severity == "warning"
     )
-    assert ("too little to notice" in finding.remedy) != acts
-    assert finding.remedy.startswith("nothing: ") != acts
-    assert 'rw.compress(model, batches, parts="heads", tolerance=0.01)' in finding.remedy
+    assert finding.remedy.no_action == ("" if acts else "it saves too little to notice")
+    assert finding.remedy.code == 'rw.compress(model, batches, parts="heads", tolerance=0.01)'
+    assert (finding.remedy.saves >= 0.05) == acts
+    assert finding.remedy.costs == importance_record().share(0.002)
 
 
 def test_any_head_of_duplicates_can_be_removed_if_all_are_cheap():

@@ -262,7 +262,6 @@ FUNCTIONS: dict[str, Callable[[nn.Module], Any]] = {
     "compress": compressed,
     "certify": certified,
     "recommend": lambda model: repr(rw.skips.recommend(rw.audit(model, [TEXT]), model, TEXT).findings),
-    "plan": lambda model: repr(rw.plan.trained_widths(model, [TEXT, TEXT])),
 }
 
 
@@ -409,7 +408,6 @@ TOWERS: dict[str, Callable[[nn.Module, dict[str, Tensor]], object]] = {
     "compress": lambda model, batch: rw.compress(model, [batch]),
     "skip": lambda model, batch: rw.add_lambda_skip(model, example=batch),
     "certify": lambda model, batch: rw.certify_skip(model, batch),
-    "plan": lambda model, batch: rw.plan.trained_widths(model, [batch]),
 }
 
 

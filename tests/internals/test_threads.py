@@ -13,7 +13,7 @@ from threadpoolctl import ThreadpoolController
 import rankwise as rw
 from rankwise._internals.threads import map_threads, numpy_is_on_one_thread, one_thread
 from rankwise.auditing.measure import measure_heads, sampled
-from rankwise.measures import estimate_spectrum, evaluate, rank_summary
+from rankwise.measures import compute_measures, estimate_spectrum, rank_summary
 from rankwise.tracing import CapturedMixer
 
 
@@ -143,7 +143,9 @@ def test_gradient_and_inference_modes_are_passed_to_threads():
 
 MEASURES = {
     "ranks": lambda operator: rank_summary(operator, also_at=(0.02,)),
-    "rows": lambda operator: evaluate(["row_entropy", "row_spread", "head_distance"], operator).values(),
+    "rows": lambda operator: compute_measures(
+        ["row_entropy", "row_spread", "head_distance"], operator
+    ).values(),
     "estimate": lambda operator: estimate_spectrum(operator, 8, 6).count(0.1),
     "collapse": lambda operator: [rw.measures.spread(operator.dense()[:, 0])],
 }

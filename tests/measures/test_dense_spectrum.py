@@ -23,9 +23,9 @@ from rankwise.measures.dense_spectrum import (
     GramSpectrum,
     gram_or_svd,
     gram_spectrum,
-    in_range,
     lower_gram,
     map_parts,
+    to_range,
 )
 from rankwise.operators import DenseMixing, SoftmaxMixing
 
@@ -217,16 +217,6 @@ def test_scale_is_safe(scale):
     assert not rank_summary(scale * m, delta=1e-308 if scale > 1 else 1e300).numerical_rank.isnan().any()
 
 
-def test_matrices_of_any_scale_share_a_batch():
-    m = make("stochastic", (4, SIZE, SIZE), seed=5)
-    scale = torch.tensor([1e-200, 1.0, 1e200, 0.0], dtype=torch.float64)[:, None, None]
-    wanted = [float((svd(s * one) >= 0.1).sum()) for s, one in zip(scale, m, strict=True)]
-    assert wanted[0] == wanted[3] == 0
-    assert wanted[2] == SIZE
-    assert numerical_rank(scale * m, 0.1).tolist() == wanted
-    assert rank_summary(scale * m, 0.1).numerical_rank.tolist() == wanted
-
-
 # --- the effective rank ----------------------------------------------------------------------------------
 
 
@@ -272,13 +262,6 @@ def test_a_summary_looks_at_that_doubt(times, monkeypatch):
     assert rank_summary(m).singular_values.equal(svd(m)) == (times > 1)
 
 
-def test_a_slack_above_all_eigenvalues_bounds_nothing():
-    drowned = GramSpectrum(torch.ones(1, 4).double(), torch.ones(1).double(), torch.ones(1).double())
-    assert drowned.effective_rank_error().isinf().all()
-    zero = GramSpectrum(torch.zeros(1, 4).double(), torch.zeros(1).double(), torch.ones(1).double())
-    assert zero.effective_rank_error().tolist() == [0]
-
-
 # --- what else a measure owes ----------------------------------------------------------------------------
 
 
@@ -290,11 +273,6 @@ def test_an_exact_summary_is_the_svd():
     assert not exact.used_svd.any()
     assert not fast.singular_values.equal(exact.singular_values)
     close(fast.singular_values, exact.singular_values, rtol=0, atol=1e-7)
-
-
-def test_small_matrices_are_decomposed():
-    m = make("stochastic", (3, SVD_SIZE - 1, SIZE), seed=7)
-    assert rank_summary(m).singular_values.equal(singular_values(m))
 
 
 @pytest.mark.parametrize("measure", [rank_summary, stable_rank], ids=lambda f: f.__name__)
@@ -367,19 +345,8 @@ def test_a_negative_entry_reaches_as_far_as_a_positive():
     assert lower_gram(m)[0, 0, 0] == 1
 
 
-def test_entries_above_the_diagonal_are_not_read(monkeypatch):
-    m = normal(2, 20, 20)
-    gram = lower_gram(m)
-    poison = torch.full_like(gram, math.nan).triu(1) + gram.tril()
-    poison = poison.mT.contiguous().mT
-    spectrum = gram_spectrum(m)
-    monkeypatch.setattr("rankwise.measures.dense_spectrum.lower_gram", lambda wide: poison)
-    for part, clean in zip(gram_spectrum(m), spectrum, strict=True):
-        close(part, clean, rtol=0, atol=0)
-
-
 def test_a_large_entry_below_zero_is_scaled_too():
-    wide, scale = in_range(-(2.0**600) * torch.rand(1, 4, 4, dtype=torch.float64))
+    wide, scale = to_range(-(2.0**600) * torch.rand(1, 4, 4, dtype=torch.float64))
     assert scale > 2.0**590
     assert wide.abs().max() < 2
 
@@ -387,7 +354,7 @@ def test_a_large_entry_below_zero_is_scaled_too():
 @pytest.mark.parametrize("power", [-1022, -300, -90, 0, 90, 300, 1000])
 def test_a_power_of_two_is_divided_out_if_squares_would_leave_the_range(power):
     m = normal(1, 4, 4) * 2.0**power
-    wide, scale = in_range(m)
+    wide, scale = to_range(m)
     assert (wide * scale[:, None, None]).equal(m)
     assert (scale == 1).item() == (abs(power) < 100)
     assert 2.0**-100 < wide.abs().max() < 2.0**101

@@ -18,7 +18,6 @@ from tests.measures.measure_cases import (
 
 from rankwise.errors import RankwiseError
 from rankwise.measures import (
-    DELTA,
     effective_rank,
     numerical_rank,
     rank_summary,
@@ -110,12 +109,6 @@ def test_the_zero_matrix_has_rank_zero(rank):
 
 def test_a_singular_value_of_exactly_delta_counts():
     assert numerical_rank(torch.tensor([[0.25]]), delta=0.25) == 1
-
-
-def test_delta_is_one_hundredth_by_default():
-    assert DELTA == 1e-2
-    assert numerical_rank(torch.diag(torch.tensor([1.0, 0.011, 0.009]))) == 2
-    assert rank_summary(torch.diag(torch.tensor([1.0, 0.011, 0.009]))).numerical_rank == 2
 
 
 def test_small_singular_values_are_exact_to_rounding_of_the_largest():

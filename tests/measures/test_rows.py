@@ -15,7 +15,7 @@ import rankwise.measures.row_walk as row_walk
 from rankwise.errors import ShapeError
 from rankwise.measures import (
     MEASURES,
-    evaluate,
+    compute_measures,
     first_token_mass,
     head_distance,
     identity_distance,
@@ -83,24 +83,7 @@ def test_nearly_equal_rows_keep_their_digits():
     close(row_spread(m), wanted, rtol=tolerance(m))
 
 
-def test_rows_without_a_mean_are_at_distance_one_and_not_beyond():
-    """Half the rows are the others' opposites: rounding alone puts one in twenty of these above 1."""
-    half = normal(200, 2, 4, seed=2)
-    distance = row_spread(torch.cat([half, -half], dim=-2))
-    assert (distance <= 1).all()
-    close(distance, torch.ones(200), rtol=sum_tolerance(16))
-
-
 # --- distance to the identity ----------------------------------------------------------------------------
-
-
-@given(m=matrices(square=True))
-def test_identity_distance_against_its_definition(m):
-    n = len(m)
-    wanted = (m - torch.eye(n, dtype=torch.float64)).norm() / math.sqrt(m.square().sum() + n)
-    close(identity_distance(m), wanted, rtol=tolerance(m))
-    if (m >= 0).all():
-        assert identity_distance(m) <= 1 + tolerance(m)
 
 
 @pytest.mark.parametrize("n", [1, 4])
@@ -118,18 +101,6 @@ def test_only_square_matrices_can_be_the_identity():
 
 
 # --- distance between heads ------------------------------------------------------------------------------
-
-
-@given(heads=matrices(batch=(2, 3), kinds=NONZERO))
-def test_head_distance_against_its_definition(heads):
-    got = head_distance(heads)
-    assert got.shape == (2, 3, 3)
-    for b in range(2):
-        for i in range(3):
-            for j in range(3):
-                a, c = heads[b, i], heads[b, j]
-                wanted = (a - c).norm() / math.hypot(a.norm().item(), c.norm().item())
-                close(got[b, i, j], wanted, rtol=tolerance(heads))
 
 
 @given(heads=matrices(batch=(4,), kinds=("stochastic", "causal")))
@@ -188,7 +159,7 @@ def assert_shared_walk_changes_nothing(x):
     If rows are equal up to rounding, a distance is the rounding itself: √(T·S)·ε of the norm.
     """
     slack = 4 * x.shape[-1] * x.shape[-2] * torch.finfo(torch.float64).eps
-    for name, together in evaluate(BY_ROWS, x).items():
+    for name, together in compute_measures(BY_ROWS, x).items():
         torch.testing.assert_close(
             together, MEASURES[name].function(x), rtol=slack, atol=slack, equal_nan=True
         )
@@ -216,12 +187,12 @@ def test_a_matrix_that_is_not_finite_leaves_the_others_of_a_shared_walk_alone(ba
     x = make("stochastic", (2, 3, 5, 5), seed=3)
     x[1, 0, 2, 4] = bad
     assert_shared_walk_changes_nothing(x)
-    assert evaluate(["row_entropy"], x)["row_entropy"].isnan().sum() == 1
+    assert compute_measures(["row_entropy"], x)["row_entropy"].isnan().sum() == 1
 
 
 def test_measures_without_a_walk_are_evaluated_too():
     x = normal(2, 3, 5, 5, seed=4)
-    found = evaluate(["stable_rank", "row_entropy"], x)
+    found = compute_measures(["stable_rank", "row_entropy"], x)
     assert found["stable_rank"].equal(stable_rank(x))
     assert found["row_entropy"].equal(row_entropy(x))
 
@@ -237,7 +208,7 @@ def test_operators_are_walked_a_block_at_a_time(monkeypatch):
     monkeypatch.setattr(SoftmaxMixing, "rows", watched)
     monkeypatch.setitem(row_walk.BLOCK_BYTES, "cpu", 8 * 64 * 4)
     op = SoftmaxMixing(normal(1, 64, 8), normal(1, 64, 8, seed=1))
-    evaluate(BY_ROWS, op)
+    compute_measures(BY_ROWS, op)
     assert seen == [4] * 16
 
 
@@ -245,4 +216,4 @@ def test_operators_are_walked_a_block_at_a_time(monkeypatch):
 def test_no_measure_of_rows_forms_the_matrix(names):
     """1,500² entries are over four blocks of 4 MiB; the largest tensor fits one block."""
     op = SoftmaxMixing(normal(1, 1500, 4), normal(1, 1500, 4, seed=1))
-    assert largest_tensor(lambda: evaluate(names, op)) <= row_walk.BLOCK_BYTES["cpu"] // 8
+    assert largest_tensor(lambda: compute_measures(names, op)) <= row_walk.BLOCK_BYTES["cpu"] // 8

@@ -58,8 +58,3 @@ def test_scales() -> None:
     assert torch.equal(scale(X), 0.25 * X)
     assert repr(scale) == "LayerScale(init=0.25)"
     assert make_scale(WIDTH, None)(X) is X
-
-
-def test_a_layer_scale_of_zero_leaves_the_stream_alone() -> None:
-    block = Block(config(layer_scale=0.0), 0).double()
-    assert torch.equal(block(X)[0], X)

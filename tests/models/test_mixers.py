@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unchecked import unchecked
-from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 from tost_cases import BOTH_WAYS, CAUSAL, HEADS, VARIANTS, WIDTH, config, mixer, stirred, texts
 from transformers import AutoModelForCausalLM
@@ -24,7 +23,6 @@ from rankwise.models import (
 )
 from rankwise.models.mixers import RecurrentMixer, build_mixer
 from rankwise.models.mixers.recurrent import ShortConvolution
-from rankwise.ops import tssa
 
 # float64, values of order 1, sums over at most 24 tokens, 12 channels, 8 states: rounding stays under 1e-12;
 # a Fourier transform's is 1e-16 of the largest entry, at most some 100
@@ -180,15 +178,6 @@ def test_a_scan_moves_content(name: str) -> None:
     assert max(gains(name, seed).max() for seed in range(8)) > 0.05
 
 
-@pytest.mark.parametrize("side", [4, 16, 64])
-def test_without_decay_the_token_before_is_one_of_all(side: int) -> None:
-    """∂m_t / ∂w_{t-1}² = Π_{t-1} / Σ_u Π_u, which is 1 / t if the temperature is 0."""
-    w = mixer("tssa").mixing_projection(tokens(1, side)).detach().requires_grad_()
-    m = -(w.detach() / HEADS) / tssa(w, w.new_zeros(HEADS), causal=True).output - 1
-    slope = torch.autograd.grad(m[0, -1, 0, 0], w)[0][0, -2, 0, 0]
-    torch.testing.assert_close(slope, 2 * w[0, -2, 0, 0].detach() / side, rtol=1e-6, atol=1e-9)
-
-
 def test_membership_and_subspaces() -> None:
     one, x = mixer("tssa"), tokens(2, 5)
     mask = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1]])
@@ -263,27 +252,6 @@ def test_a_mask_of_another_length_is_refused(name: str) -> None:
     wanted = r"`attention_mask`: expected one value for each token, \(1, 5\), got \(1, 6\)"
     with unchecked(), pytest.raises(ShapeError, match=wanted):
         mixer(name)(tokens(1, 5), torch.ones(1, 6))
-
-
-@every_one
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's fused attention, row by row
-def test_gradients_of_each_row_by_vmap(name: str, masked: bool) -> None:
-    """Rows are padded on the left, on the right, nowhere and between tokens."""
-    one, x, weights = mixer(name), tokens(4, 6), dict(mixer(name).named_parameters())
-    mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0], [1] * 6, [1, 0, 1, 1, 0, 1]])
-
-    def loss(weights: dict, row: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-        output = functional_call(one, weights, (row[None], real[None] if masked else None)).output
-        return (output * real[:, None]).square().sum()
-
-    found = vmap(grad(loss), (None, 0, 0))(weights, x, mask)
-    for row in range(4):
-        wanted = torch.autograd.grad(
-            loss(weights, x[row], mask[row]), list(weights.values()), allow_unused=True
-        )
-        for got, exact in zip(found.values(), wanted, strict=True):
-            torch.testing.assert_close(got[row], exact, **CLOSE)
 
 
 @pytest.mark.parametrize("name", sorted(MIXERS))
@@ -383,11 +351,6 @@ def test_options_that_cannot_be_are_refused(case: str) -> None:
     changes, match = OPTIONS[case]
     with pytest.raises(InputError, match=match):
         TokenStatisticsAttention(WIDTH, HEADS, **{"causal": True, **changes})
-
-
-def test_none_is_a_head_that_forgets_nothing() -> None:
-    made = TokenStatisticsAttention(WIDTH, HEADS, causal=True, half_life=[1, None, 2])
-    assert made.half_life == (1.0, float("inf"), 2.0)
 
 
 def test_rotary_scores_see_distances_alone() -> None:

@@ -109,23 +109,6 @@ def test_images(changes: dict, tmp_path) -> None:
     assert [name for name, p in made.named_parameters() if p.grad is None] == []
 
 
-def test_checkpointing_changes_no_gradient_of_an_image() -> None:
-    pixels, found = images(2, 16, 16), []
-    for checkpointed in (False, True):
-        made = of_images().train()
-        if checkpointed:
-            made.gradient_checkpointing_enable()
-        made(pixels, labels=torch.tensor([1, 2])).loss.backward()
-        found.append([p.grad for p in made.parameters()])
-    for plain, again in zip(*found, strict=True):
-        torch.testing.assert_close(again, plain, **CLOSE)
-
-
-def test_the_class_token_starts_small_and_random() -> None:
-    token = ToSTForImageClassification(of_images(hidden_size=256, num_hidden_layers=1).config).class_token
-    assert token.std().item() == pytest.approx(0.02, rel=0.2)  # 256 draws: 4 % each
-
-
 def test_patches_see_only_their_neighbourhood() -> None:
     """Three 3×3 convolutions of stride 2 reach 7 pixels to the left of a patch and none beyond its right."""
     made = PatchEmbedding(config(hidden_size=16, num_attention_heads=4, patch_size=8)).double().eval()

@@ -8,7 +8,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tests.unchecked import unchecked
 from torch import nn
-from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from tost_cases import LIMIT, VARIANTS, config, stirred, texts
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache
@@ -108,12 +107,6 @@ def test_the_cache_is_constant_without_softmax(variant: str) -> None:
     assert sizes == [rows * stated] * 3
 
 
-def test_the_cache_of_a_hybrid_grows_by_its_softmax_layers_alone() -> None:
-    lm = model("hybrid")
-    sizes = [lm(texts(1, count), use_cache=True).past_key_values.numel() for count in (4, 5)]
-    assert sizes[1] - sizes[0] == lm.model.layers[1].mixer.state_size(1)
-
-
 @pytest.mark.parametrize("variant", ["unbounded", "mamba", "softmax"])
 def test_an_unbounded_model_reads_past_any_limit(variant: str) -> None:
     """As the error about the length advises; other mixers than TSSA have no bias by position."""
@@ -174,19 +167,6 @@ def test_generation_continues_from_a_cache(variant: str) -> None:
     assert torch.equal(on, lm.generate(longer, attention_mask=mask, **asked))
 
 
-@EVERY
-def test_training(variant: str) -> None:
-    lm, ids = model(variant).train(), texts(2, 8)
-    output = lm(ids, labels=ids)
-    assert output.past_key_values is None
-    expected = F.cross_entropy(output.logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
-    torch.testing.assert_close(output.loss, expected)
-    output.loss.backward()
-    assert [name for name, p in lm.named_parameters() if p.grad is None] == []
-    # FSDP2 frees gathered weights after each pass, which torch refuses once an array shares them
-    assert all(weight.untyped_storage().resizable() for weight in lm.parameters())
-
-
 @pytest.mark.parametrize("variant", ["hybrid", "gated"])
 def test_gradient_checkpointing_recomputes_and_changes_no_gradient(variant: str) -> None:
     lm, ids = model(variant).train(), texts(2, 8)
@@ -242,22 +222,6 @@ def test_weights_with_a_skip_per_layer_are_not_read_as_a_shared_skip(tmp_path) -
     lm.save_pretrained(tmp_path)
     with pytest.raises(InputError, match=r"expected one λ for all layers.* one λ per layer: [^ ]+, 0\.5\."):
         ToSTForCausalLM.from_pretrained(tmp_path, skip="shared")
-
-
-def test_a_shared_skip_is_learned_from_every_layer() -> None:
-    """Its gradient is the sum of those that a λ of each layer has at the same value."""
-    ids = texts(2, 6)
-
-    def gradients(kind: str) -> torch.Tensor:
-        torch.manual_seed(0)
-        lm = ToSTForCausalLM(config(skip=kind, skip_init=-1.0)).double()
-        lm(ids, labels=ids).loss.backward()
-        return torch.stack([value.grad for name, value in lm.named_parameters() if "skip" in name])
-
-    apart, shared = gradients("learned"), gradients("shared")
-    assert apart.shape == (2,)
-    assert (apart != 0).all()
-    torch.testing.assert_close(shared, apart.sum(0, keepdim=True), **CLOSE)
 
 
 @EVERY

@@ -1,13 +1,5 @@
-"""Trainings by the Trainer of transformers, and the same trainings by a loop in float64.
+"""Trainings by the Trainer of transformers, and the same trainings by a loop in float64."""
 
-``python tests/models/trainings.py STEPS`` prints the table of differences over more steps than the tests run.
-"""
-
-import json
-import os
-import subprocess
-import sys
-import tempfile
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -53,7 +45,6 @@ KINDS = {
     "image of target values": Kind(ToSTForImageClassification, 1, "regression"),
     "GPT-2 with λ-skips": Kind(None),
 }
-TWO_PROCESSES = "two processes"
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "label smoothing": {"label_smoothing_factor": SMOOTHING},
@@ -64,7 +55,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "LoRA": {},
     "resume": {"save_strategy": "steps"},
     "best model": {"save_strategy": "steps", "eval_strategy": "steps", "load_best_model_at_end": True},
-    TWO_PROCESSES: {"per_device_train_batch_size": ROWS // 2},
 }
 """Arguments of the Trainer, by the name of a training."""
 
@@ -192,54 +182,7 @@ def by_trainer(kind: str, case: str, steps: int, folder: Path) -> tuple[list[flo
     return [entry["loss"] for entry in made.state.log_history if "loss" in entry], made
 
 
-def by_two_processes(steps: int, folder: Path) -> dict[str, list[float]]:
-    """Return the losses of each kind of model, trained by two processes."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, str(steps), str(folder)], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads((folder / "losses.json").read_text())
-
-
-def _work(steps: int, folder: Path) -> None:
-    """Train every kind as one of the processes."""
-    losses = {kind: by_trainer(kind, TWO_PROCESSES, steps, folder / "runs")[0] for kind in KINDS}
-    if os.environ["RANK"] == "0":
-        (folder / "losses.json").write_text(json.dumps(losses))
-    torch.distributed.destroy_process_group()
-
-
 def difference(found: list[float], wanted: list[float]) -> float:
     """Return the largest difference of two lists of losses, relative to the wanted losses."""
     assert len(found) == len(wanted)
     return max(abs(a - b) / abs(b) for a, b in zip(found, wanted, strict=True))
-
-
-def _table(steps: int) -> None:
-    print(f"largest relative difference of {steps} losses from the loop in float64; first and last loss")
-    with tempfile.TemporaryDirectory() as folder:
-        together = by_two_processes(steps, Path(folder))
-    for kind in KINDS:
-        for case in OPTIONS:
-            with tempfile.TemporaryDirectory() as folder:
-                found = (
-                    together[kind]
-                    if case == TWO_PROCESSES
-                    else by_trainer(kind, case, steps, Path(folder))[0]
-                )
-            wanted = by_hand(kind, case, steps)
-            if case == "resume":
-                wanted = wanted[-len(found) :]
-            print(
-                f"| {kind} | {case} | {difference(found, wanted):.1e} | {wanted[0]:.3f} → {wanted[-1]:.3f} |",
-                flush=True,
-            )
-
-
-if __name__ == "__main__":
-    if "RANK" in os.environ:
-        _work(int(sys.argv[1]), Path(sys.argv[2]))
-    else:
-        _table(int(sys.argv[1]))

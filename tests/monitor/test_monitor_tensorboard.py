@@ -1,4 +1,4 @@
-"""TensorBoard receives the losses of a Trainer and the scalars of its monitor."""
+"""TensorBoard receives the losses of a Trainer and the numbers of its monitor."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from rankwise.models import ToSTConfig, ToSTForCausalLM
-from rankwise.monitor import RankMonitor, scalars
+from rankwise.monitor import RankMonitor, logged_numbers
 
 pytest.importorskip("accelerate")
 pytest.importorskip("tensorboard")
@@ -40,6 +40,6 @@ def test_losses_and_ranks_are_in_the_event_file(tmp_path: Path) -> None:
     assert logged == losses
     assert list(monitor.history.steps) == [0, 3, 6]
     for step, audit in zip(monitor.history.steps, monitor.history.audits, strict=True):
-        for name, value in scalars(audit).items():
+        for name, value in logged_numbers(audit).items():
             drawn = {event.step: event.value for event in events.Scalars(f"train/{name}")}
             assert drawn[step] == pytest.approx(value, rel=1e-6), name

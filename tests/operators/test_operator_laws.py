@@ -185,12 +185,6 @@ def test_values_may_be_shared_by_sequences_and_heads_and_have_no_width(kind):
         assert op.apply_transposed(rows[..., :0]).shape == (*op.mT.shape[:-1], 0)
 
 
-def test_it_shows_its_shape():
-    for kind in ("dense", "softmax, bool", "product", "part of toeplitz"):
-        op = KINDS[kind](2, 1, 4, 5, 3)
-        assert f"shape={tuple(op.shape)}, dtype=torch.float64, device=cpu" in repr(op)
-
-
 @pytest.mark.parametrize("kind", ["dense", "softmax, none", "softmax, causal, bool (T, S)"])
 def test_it_applies_in_the_precision_of_the_values(kind):
     op = KINDS[kind](2, 2, 4, 5, 3)

@@ -69,12 +69,3 @@ def test_no_decay_over_a_long_sequence_counts_exactly():
     for log_decay in (None, torch.zeros(5000)):
         assert scan(one, one, log_decay, one).flatten().tolist() == list(range(1, 5001))
         assert scan_transposed(one, one, log_decay, one).flatten().tolist() == list(range(5000, 0, -1))
-
-
-def test_leading_axes_broadcast():
-    left, right = normal(2, 1, 70, 3, seed=1), normal(2, 1, 70, 3, seed=2)
-    log_decay, values = -normal(2, 4, 70, seed=3).abs(), normal(70, 2, seed=4)
-    got = scan(left, right, log_decay, values)
-    assert got.shape == (2, 4, 70, 2)
-    alone = scan(left[1, 0], right[1, 0], log_decay[1, 2], values)
-    torch.testing.assert_close(got[1, 2], alone, rtol=1e-12, atol=1e-12)

@@ -145,14 +145,6 @@ def test_torch_and_the_cores_limit_the_number_of_threads(monkeypatch):
         assert cpu_chunks.threads_for(cpu_chunks.TWO_THREADS_FROM - 1) == 1
 
 
-@pytest.mark.parametrize("width", [1, 23, 60, 63, 128, 256])
-@causalities
-def test_every_head_width(width, causal):
-    case = Case(shape=(1, 70, 2, width), causal=causal, seed=width)
-    got, wanted = outputs_and_gradients(case, "cpu"), outputs_and_gradients(case, "reference")
-    assert max(errors(got, wanted).values()) < ROUNDING
-
-
 @causalities
 def test_any_strides(causal):
     case = Case(shape=(2, 20, 3, 8), causal=causal)

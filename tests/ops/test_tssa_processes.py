@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-ROUNDS = 5
+ROUNDS = 3
 LOOP = """
 import sys
 import numba, numpy as np

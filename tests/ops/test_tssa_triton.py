@@ -38,4 +38,4 @@ def test_every_kernel_compiles_for_a_gpu_that_is_not_there():
     command = [sys.executable, str(SUITE.with_name("triton_compile.py")), "--quick"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("compiled ") == 20
+    assert done.stdout.count("compiled ") == 15

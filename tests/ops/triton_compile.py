@@ -63,10 +63,12 @@ def main():
     jobs = [(carried, {"BACKWARD": b}) for b in (False, True)]
     sizes = [("*bf16", 32)] if "--quick" in sys.argv else [("*bf16", 64), ("*fp32", 48), ("*fp32", 256)]
     for half, width in sizes:
-        for decayed in (False, True):
-            rest = {"half": half, "width": width, "DECAYED": decayed}
-            jobs += [(compiled, {"kernel": k, "WEIGHTED": True} | rest) for k in plain]
-            jobs += [(compiled, {"kernel": k, "FINISH": f} | rest) for k in back for f in (False, True)]
+        rest = {"half": half, "width": width}
+        jobs += [(compiled, {"kernel": k, "WEIGHTED": True, "DECAYED": True} | rest) for k in plain]
+        jobs += [
+            (compiled, {"kernel": k, "FINISH": d, "DECAYED": d} | rest) for k in back for d in (False, True)
+        ]
+        jobs += [(compiled, {"kernel": k, "FINISH": True, "DECAYED": False} | rest) for k in back]
         jobs += [(compiled, {"kernel": k, "half": half, "width": width}) for k in both]
     for run, options in jobs:
         made = run(**options)

@@ -106,17 +106,6 @@ def test_padding_may_hold_anything_and_every_number_is_written(causal, place, mo
 
 
 @pytest.mark.parametrize("decayed", [False, True], ids=["literal", "decayed"])
-def test_not_a_number_is_seen_from_its_token_on(decayed, place):
-    case = moved(Case((1, 70, 2, 5), causal=True, decayed=decayed), place)
-    case.w[0, 40, 1, 2] = torch.nan
-    for impl in ("triton", "reference"):
-        result = case.run(impl)
-        assert result.membership[:, 40:].isnan().all()
-        assert torch.isfinite(result.membership[:, :40]).all()
-        assert torch.isfinite(result.output[:, :40]).all()
-
-
-@pytest.mark.parametrize("decayed", [False, True], ids=["literal", "decayed"])
 def test_nan_reaches_no_gradient_of_an_earlier_token_unless_the_loss_reads_it(decayed, place):
     case = moved(Case((1, 90, 2, 3), causal=True, decayed=decayed, biased=True, stated=True), place)
     wanted, found, all_read = gradients_with_a_later_nan(case, "triton", torch.nan)

@@ -142,7 +142,7 @@ def test_a_depth_curve_passes_through_the_records_within_its_band() -> None:
         for series, stack in enumerate(["encoder.block", "decoder.block"]):
             upper, lower, line = [trace for trace in figure.data if trace["meta"]["series"] == series]
             mine = [layer for layer in layers if layer.stack == stack]
-            assert line["x"] == [layer.layer for layer in mine]
+            assert line["x"] == [layer.blocks for layer in mine]
             assert line["y"] == [measure.value(layer) for layer in mine]
             for low, value, high in zip(lower["y"], line["y"], upper["y"], strict=True):
                 assert low < value < high or value == pytest.approx(high)

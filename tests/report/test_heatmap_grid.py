@@ -123,7 +123,7 @@ def test_only_the_finding_on_removable_heads_is_about_these_heads() -> None:
 
 
 def test_a_finding_without_a_place_leads_to_the_provenance() -> None:
-    general = Finding(code="X", severity="info", where=Address(), evidence={}, meaning="", remedy="")
+    general = Finding(code="X", severity="info", where=Address(), evidence={}, meaning="")
     assert find_targets([general], records.encoder())[0].section == "provenance"
     assert find_targets([general], records.empty())[0].section == "provenance"
 

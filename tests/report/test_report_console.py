@@ -34,8 +34,8 @@ def printed(name: str, *, verbose: bool = True, **options: object) -> str:
 def test_the_console_report_fits_into_80_columns(name: str) -> None:
     text = printed(name, verbose=True) + printed(name, verbose=False)
     wide = [line for line in text.splitlines() if len(line) > 80]
-    assert all("→ rankwise" in line for line in wide), (
-        "only commands, which must stay in one piece, may be longer"
+    assert all("→ " in line and "`" in line for line in wide), (
+        "only code, which must stay in one piece, may be longer"
     )
     assert "\x1b" not in text
 
@@ -51,7 +51,9 @@ def layer_rows(lines: list[str]) -> dict[str, list[str]]:
 def test_the_first_screen_of_twelve_layers_has_at_most_30_lines() -> None:
     audit = records.sized(12, 12)
     about = {"seconds": 3.0, "notes": []}
-    found = records.finding("REMOVABLE", "info", remedy="rankwise compress gpt12 --parts heads")
+    found = records.finding(
+        "REMOVABLE", "info", remedy=rw.auditing.Remedy(code="rw.compress(model, batches)")
+    )
     heads = [
         head.model_copy(update={"random_rank": 90.0, "importance": records.HeadImportance(estimate=-0.004)})
         for head in audit.heads
@@ -184,10 +186,13 @@ def test_findings_are_before_the_tables_and_sorted_by_severity() -> None:
 
 def test_a_finding_has_place_evidence_and_meaning() -> None:
     lines = [line.strip() for line in printed("encoder").splitlines()]
-    at = lines.index("error    COLLAPSE  encoder.layer after 6 blocks")
-    said = ["token spread 0.213 · mean cosine 0.955", "After layer 6 all tokens point almost the same way."]
+    at = lines.index("error    COLLAPSE  encoder.layer")
+    said = [
+        "blocks passed 6 · token spread 0.213 · mean cosine 0.955",
+        "After layer 6 all tokens point almost the same way.",
+    ]
     assert lines[at + 1 : at + 3] == said
-    assert lines.index("→ rankwise skip sample/encoder-6x12 --init 1.0") < at  # an action of the verdict
+    assert lines.index("→ `rw.skips.recommend(audit, model, batch)`") < at  # an action of the verdict
 
 
 def test_findings_of_a_kind_are_one_entry_with_a_table() -> None:
@@ -202,26 +207,26 @@ def test_the_table_of_a_kind_has_the_numbers_that_differ_and_the_page_shows_the_
     audit = records.encoder()
     found = [
         records.finding(
-            "INACTIVE_BLOCK", "warning", where=replace(records.place(layer), site=audit.states[layer].site),
+            "INACTIVE_BLOCK", "warning", where=audit.states[layer + 1].id,
             meaning=f"Block {layer} does nothing.",
             evidence={"relative_update": 0.001 * layer, "norm": 300.0},
-            remedy="nothing" if layer == 4 else "remove this head",
+            remedy=rw.auditing.Remedy(words="nothing" if layer == 4 else "remove this head"),
         )
         for layer in (2, 3, 4)
     ]  # fmt: skip
     audit = records.changed(audit, findings=found)
     [(item, table)] = audit_document(audit).sections[0].lists[0].entries
     assert (item.place, item.facts, item.remedy) == ("3 places", [("‖Y‖", "300")], "")
-    assert item.meaning == "encoder.layer after 2 blocks: Block 2 does nothing."
+    assert item.meaning == "encoder.layer layer 2: Block 2 does nothing."
     assert table.columns[0] == "place"
     assert table.columns[-1] == "what to do"
     rows = [[row[0].text, *row[1:]] for row in table.rows]
-    assert rows[0] == ["encoder.layer after 2 blocks", "0.002", "remove this head"]
-    assert rows[2] == ["encoder.layer after 4 blocks", "0.004", "nothing"]
+    assert rows[0] == ["encoder.layer layer 2", "0.002", "remove this head"]
+    assert rows[2] == ["encoder.layer layer 4", "0.004", "nothing"]
     [(alone, none)] = audit_document(records.changed(audit, findings=found[:1])).sections[0].lists[0].entries
-    assert (alone.place, none) == ("encoder.layer after 2 blocks", None)
+    assert (alone.place, none) == ("encoder.layer layer 2", None)
     for text in (audit.summary(verbose=True), documents.page(audit)):
-        order = [text.index(words) for words in ("Block 2 does", "encoder.layer after 3 blocks", "0.003")]
+        order = [text.index(words) for words in ("Block 2 does", "encoder.layer layer 3", "0.003")]
         assert order == sorted(order)
 
 
@@ -312,7 +317,7 @@ def test_a_console_without_unicode_gets_words() -> None:
     text = raw.getvalue().decode("ascii")
     assert "Threshold delta: 0.01" in " ".join(text.split())
     assert "token spread mu/|Y| of 0" in text
-    assert "-> rankwise skip" in text
+    assert "-> `rw.skips.recommend" in text
 
 
 @pytest.mark.parametrize("kind", documents.DOCUMENTS)
@@ -330,7 +335,7 @@ def test_the_verdict_and_at_most_three_actions_come_first(kind: str) -> None:
 @pytest.mark.parametrize("kind", documents.DOCUMENTS)
 def test_printed_commands_are_whole_on_a_narrow_console(kind: str) -> None:
     document = documents.DOCUMENTS[kind]()
-    actions = ("rankwise skip sample --text book.txt --out sample-skips", f"see `{'long ' * 20}code`")
+    actions = ("`rankwise skip sample --text book.txt --out sample-skips`", f"see `{'long ' * 20}code`")
     document = replace(document, verdict=document.verdict.model_copy(update={"actions": actions}))
     lines = document_text(document, width=40).splitlines()
     assert {f"→ {action}" for action in actions} <= {*lines}

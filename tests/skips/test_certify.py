@@ -25,7 +25,7 @@ from rankwise.skips import (
     skips_of,
     spread_by_layer,
 )
-from rankwise.skips.observe import normed, observe, sites_in
+from rankwise.skips.observe import normed, observe, places_in
 from rankwise.tracing import capture
 
 EPS = (0.0, 1e-12)
@@ -294,7 +294,7 @@ def test_a_sequence_of_equal_tokens_is_left_out() -> None:
 @pytest.mark.parametrize("build", [llama, bert], ids=["pre-norm", "post-norm"])
 def test_ratios_of_a_stack_are_means_over_sequences(build: Callable[[], nn.Module]) -> None:
     model, batch = build(), text_inputs()
-    seen = observe(model, batch, sites_in(model, batch)[0], {})
+    seen = observe(model, batch, places_in(model, batch)[0], {})
     first, last = seen[0].x.double(), seen[-1].total.double()
     share = (mu(last) / last.norm(dim=(-2, -1))) / (mu(first) / first.norm(dim=(-2, -1)))
     end = normed(last, True, 1e-12) if build is bert else last

@@ -1,7 +1,6 @@
 """`choose_lambda` and `recommend`: the chosen λ removes COLLAPSE, and suppressed mixers are found."""
 
 import math
-import shlex
 from copy import deepcopy
 from typing import Any
 
@@ -9,17 +8,18 @@ import pytest
 import torch
 from experiments.zoo.transformers import BERT, hugging_face, text_inputs
 from tests.support.modules import Apply, Average, Stack
+from tests.support.records import advice
 from tests.support.untouched import untouched
 from tests.unchecked import unchecked
 from torch import Tensor, nn
 
 import rankwise as rw
-from rankwise.auditing import Finding, Provenance
+from rankwise.auditing import Finding, Provenance, Remedy
 from rankwise.auditing.findings import INACTIVE_TURN
 from rankwise.errors import InputError, SkipError
 from rankwise.models import ToSTConfig, ToSTForCausalLM
 from rankwise.skips import LambdaSkip, choose_lambda, recommendation
-from rankwise.skips.observe import lambdas_of, sites_in, with_lambdas
+from rankwise.skips.observe import lambdas_of, places_in, with_lambdas
 from rankwise.tracing import Address
 
 bert = hugging_face("BertModel", **BERT)
@@ -41,7 +41,8 @@ def inactive(audit: rw.Audit) -> list[str]:
 
 def follow(finding: Finding, model: nn.Module, batch: Any = START) -> None:
     """Run the Python code of a remedy."""
-    exec(finding.remedy, {"rw": rw, "model": model, "batch": batch})
+    assert finding.remedy is not None
+    exec(finding.remedy.code, {"rw": rw, "model": model, "batch": batch})
 
 
 def averaging(strength: float = 0.3, blocks: int = 6) -> nn.Module:
@@ -100,7 +101,7 @@ def test_no_lambda_is_named_if_every_lambda_collapses(monkeypatch: pytest.Monkey
     assert [value for value, _ in choice.tried] == [0.25, 0.5]
     (finding,) = collapse_of(advised(model))
     assert "no |λ| up to 0.5 keeps the token spread above 0.1, and no λ is named. Proved" in finding.meaning
-    assert finding.remedy == choice.instead
+    assert finding.remedy == Remedy(words=choice.instead)
     assert "lambda_tried" not in finding.evidence
     assert finding.evidence["spread_lowest_tried"] == max(lowest for _, lowest in choice.tried)
     rw.skips.remove_lambda_skip(model)
@@ -139,10 +140,10 @@ def test_pre_norm_is_the_advice_if_it_removes_the_collapse_that_no_lambda_remove
     with untouched(model):
         (finding,) = collapse_of(advised(model))
     if name == "placement":  # nothing says that it decides where norms are
-        assert finding.remedy == recommendation.UNTRIED
+        assert finding.remedy == Remedy(words=recommendation.UNTRIED)
         return
     option = recommendation.PRE_NORM[name][1]
-    assert finding.remedy == recommendation.BUILD_PRE_NORM.format(option=option)
+    assert finding.remedy == Remedy(words=recommendation.BUILD_PRE_NORM.format(option=option))
     for block in model.blocks:
         setattr(block, *block.pre)
     assert collapse_of(advised(model)) == []
@@ -295,7 +296,7 @@ def test_lambdas_that_one_number_cannot_replace_get_a_remedy_as_text(mixed: str)
     (finding,) = collapse_of(advised(model))
     value, more = finding.evidence["lambda_tried"], 3 if mixed == "signs" else 5
     where = f"`rw.skips.skips_of(model)['blocks.0'].data` and at {more} more sites"
-    assert finding.remedy == f"raise |λ| below {value:g} to {value:g}, with its sign, in {where}"
+    assert advice(finding) == f"raise |λ| below {value:g} to {value:g}, with its sign, in {where}"
     with torch.no_grad():
         for skip in skips.values():
             skip.copy_(torch.where(skip < 0, -1, 1) * skip.abs().clamp(min=value))
@@ -310,11 +311,11 @@ def test_a_command_names_sites_if_other_sites_keep_their_lambda(low: int) -> Non
     where = Address(stack="encoder.layer", site="encoder.layer.0")
     given = finding().model_copy(update={"where": where})
     one = recommendation.advise_lambda(given, model, text_inputs(), list(skips.sites.values()))
-    words, value = shlex.split(one.remedy.partition(" | ")[0]), one.evidence["lambda_tried"]
-    assert words[:3] == ["{skip", "--init", f"{value:g}"]
+    value = one.evidence["lambda_tried"]
     below = [name for name, skip in skips.items() if float(skip.detach()) < value]
-    named = [words[at + 1] for at, word in enumerate(words) if word == "--sites"]
-    assert named == (below if len(below) < len(skips) else [])
+    named = [["--sites", name] for name in below] if len(below) < len(skips) else []
+    assert one.remedy is not None
+    assert (one.remedy.verb, one.remedy.options) == ("skip", [["--init", f"{value:g}"], *named])
 
 
 class TwoStacks(nn.Module):
@@ -333,10 +334,15 @@ class TwoStacks(nn.Module):
 
 def test_the_remedy_for_one_of_two_stacks_names_the_stack() -> None:
     model = TwoStacks().eval()
-    (command,), (finding,) = collapse_of(advised(model, arguments=[["net"]])), collapse_of(advised(model))
-    value = finding.evidence["lambda_tried"]
-    assert command.remedy == f"rankwise skip net --init {value:g} --sites second --out net-skips"
-    assert finding.remedy == f"rw.add_lambda_skip(model, init={value:g}, sites=['second'], example=batch)"
+    (finding,) = collapse_of(advised(model))
+    value, by_command = (
+        finding.evidence["lambda_tried"],
+        Provenance(model="m", delta=0.01, arguments=[["net"]]),
+    )
+    command = f"rankwise skip net --init {value:g} --sites second --out net-skips"
+    code = f"rw.add_lambda_skip(model, init={value:g}, sites=['second'], example=batch)"
+    assert advice(finding, by_command) == f"add the smallest λ that keeps tokens apart: `{command}`"
+    assert advice(finding) == f"add the smallest λ that keeps tokens apart: `{code}`"
     follow(finding, model)
     assert list(rw.skips.skips_of(model)) == choose_lambda(model, START, "second").sites
     assert collapse_of(rw.audit(model, [START])) == []
@@ -381,7 +387,7 @@ def test_no_lambda_is_named_if_no_larger_one_helps(existing: float | None) -> No
         rw.add_lambda_skip(model, init=existing, example=START)
     (finding,) = collapse_of(advised(model))
     assert "no |λ| up to 16 keeps the token spread above 0.1, and no λ is named." in finding.meaning
-    assert finding.remedy == recommendation.UNHELPFUL
+    assert finding.remedy == Remedy(words=recommendation.UNHELPFUL)
     for part in model.blocks:
         part[1] = nn.Identity()
     assert collapse_of(rw.audit(model, [START])) == []
@@ -393,8 +399,8 @@ def test_a_batch_without_collapse_gets_another_remedy_than_the_audit() -> None:
     audit = rw.audit(model, [centred, *[START] * 49])
     (finding,) = collapse_of(rw.skips.recommend(audit, model, centred))
     assert "Tried on this batch: no COLLAPSE." in finding.meaning
-    call = finding.remedy.removeprefix("pass a batch that collapses to ").strip("`")
-    choice = eval(call, {"rw": rw, "model": model, "batch": START})
+    assert finding.remedy is not None
+    choice = eval(finding.remedy.code, {"rw": rw, "model": model, "batch": START})
     assert choice.removes_collapse
     assert choice.value > 1
 
@@ -402,7 +408,7 @@ def test_a_batch_without_collapse_gets_another_remedy_than_the_audit() -> None:
 def test_a_model_without_residual_connections_gets_a_remedy_as_text() -> None:
     audit = advised(Stack(Average(0.01) for _ in range(3)).eval())  # λ·x + f(x) is not a plain sum
     (finding,) = collapse_of(audit)
-    assert finding.remedy == recommendation.BY_HAND
+    assert finding.remedy == Remedy(words=recommendation.BY_HAND)
     assert recommendation.TRAINS not in audit.provenance.notes  # no λ was tried
     assert collapse_of(rw.audit(Stack(Average(8.0) for _ in range(3)).eval(), [START])) == []
 
@@ -430,7 +436,7 @@ def test_lambdas_of_the_configuration_are_raised_there(
     model = tost(skip=skip, skip_init=init)
     with untouched(model):
         (finding,) = collapse_of(advised(model, BATCH))
-    assert finding.remedy.startswith(f"put `{entries}` into")
+    assert advice(finding).startswith(f"put `{entries}` into")
     other = tost(**repaired)
     other.load_state_dict(model.state_dict())
     assert collapse_of(rw.audit(other, [BATCH])) == []
@@ -444,7 +450,8 @@ def test_learned_lambdas_are_named_by_their_weights(skip: str) -> None:
     skips[last].weight.data.fill_(3)
     (finding,) = collapse_of(advised(model, BATCH))
     first = f"{next(iter(skips))}.weight"
-    assert finding.remedy == f"raise |λ| below 1 to 1 in the learned `{first}` and {len(skips) - 2} more"
+    words = f"raise |λ| below 1 to 1 in the learned `{first}` and {len(skips) - 2} more"
+    assert finding.remedy == Remedy(words=words)
     for name, one in skips.items():
         assert one.weight.eq(3 if name == last else 0.01).all()
         one.weight.data.clamp_(min=1)
@@ -454,7 +461,7 @@ def test_learned_lambdas_are_named_by_their_weights(skip: str) -> None:
 @pytest.mark.parametrize("skip", ["fixed", "none", "learned", "channel", "shared"])
 def test_lambda_modules_have_the_same_certificate_as_hooks(skip: str) -> None:
     model = tost(skip=skip, skip_init=1.5)
-    assert len(sites_in(model, BATCH)[0]) == SIZES["num_hidden_layers"]
+    assert len(places_in(model, BATCH)[0]) == SIZES["num_hidden_layers"]
     certificate = rw.certify_skip(model, BATCH)
     for layer in certificate.layers:
         assert layer.kept_lower_bound <= layer.kept * (1 + 1e-9)
@@ -474,7 +481,7 @@ def test_lambda_modules_have_the_same_certificate_as_hooks(skip: str) -> None:
 
 
 def shares(model: nn.Module, batch: Any) -> dict[str, float]:
-    return recommendation.mixing_shares(model, batch, sites_in(model, batch)[0])
+    return recommendation.mixing_shares(model, batch, places_in(model, batch)[0])
 
 
 def test_a_suppressed_mixer_is_found_although_its_block_changes_the_states() -> None:
@@ -568,8 +575,8 @@ def holding(*findings: Finding) -> rw.Audit:
 
 
 def finding() -> Finding:
-    where = Address(stack="h", layer=1, site="h.0")
-    return Finding(code="COLLAPSE", severity="error", where=where, evidence={}, meaning="", remedy="")
+    evidence = {"blocks": 1, "spread": 0.02, "spread_input": 0.9, "spread_lowest": 0.02}
+    return Finding(code="COLLAPSE", severity="error", where=Address("h"), evidence=evidence, meaning="")
 
 
 STACK = Provenance(model="m", delta=0.01, model_class="net.Stack")

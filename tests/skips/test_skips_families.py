@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from rankwise._internals.forward import tensors_in
 from rankwise.skips import add_lambda_skip, remove_lambda_skip, skips_of
-from rankwise.skips.find import run_with
 from rankwise.skips.observe import scaled_sums, without_skips
+from rankwise.skips.residual_sums import run_with
 
 
 @pytest.mark.parametrize("name", FOUND)

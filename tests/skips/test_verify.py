@@ -11,10 +11,10 @@ from tests.support.modules import kind
 from tests.support.torch_names import hook_stores
 from torch import Tensor, nn
 
-from rankwise.skips import SkipError, SkipSite
+from rankwise.skips import SkipError, SkipPlace
 from rankwise.skips.add import install
+from rankwise.skips.hook_places import find_places
 from rankwise.skips.hooks import Port, SkipHook
-from rankwise.skips.locate import find_sites
 from rankwise.skips.verify import SumCheck, verify
 
 
@@ -59,9 +59,9 @@ class OffScale(SkipHook):
             setattr(module, self.parameter, scale)
 
 
-def with_hooks(model: nn.Module, batch: dict[str, Any], sites: slice = slice(None)) -> list[SkipSite]:
+def with_hooks(model: nn.Module, batch: dict[str, Any], sites: slice = slice(None)) -> list[SkipPlace]:
     """Install λ-skips at some of the sites of a model, and return all sites."""
-    found = find_sites(model, batch)[0]
+    found = find_places(model, batch)[0]
     for site in found[sites]:
         install(model, site, learnable=True, per="layer")
     return found
@@ -130,7 +130,7 @@ def test_a_lambda_that_also_acts_at_another_site_is_found() -> None:
 # --- tolerance of one sum --------------------------------------------------------------------------------
 
 NAME = ("", 0, 0)
-SITE = SkipSite("site", "lambda_skip", Port("", ("x", 0)), Port("", ("x", 0)), None, (NAME,))
+SITE = SkipPlace("site", "lambda_skip", Port("", ("x", 0)), Port("", ("x", 0)), None, (NAME,))
 SCALE = 0.75
 
 

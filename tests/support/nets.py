@@ -177,27 +177,3 @@ def masked() -> nn.Module:
 
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}
     return BertForMaskedLM(BertConfig(vocab_size=300, **sizes))
-
-
-def latent() -> nn.Module:
-    """Return a model whose keys and values are one latent."""
-    from transformers import DeepseekV3Config, DeepseekV3Model
-
-    config = DeepseekV3Config(
-        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=2, kv_lora_rank=4, q_lora_rank=4, qk_nope_head_dim=4, qk_rope_head_dim=2,
-        v_head_dim=4,
-    )  # fmt: skip
-    return DeepseekV3Model(config)
-
-
-def widths() -> nn.Module:
-    """Return a model whose layers have heads of different widths."""
-    from transformers import Gemma4ForCausalLM, Gemma4TextConfig
-
-    config = Gemma4TextConfig(
-        vocab_size=8, vocab_size_per_layer_input=8, hidden_size=32, hidden_size_per_layer_input=0,
-        intermediate_size=8, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-        global_head_dim=16, layer_types=["sliding_attention", "full_attention"],
-    )  # fmt: skip
-    return Gemma4ForCausalLM(config)

@@ -6,7 +6,16 @@ from typing import Any
 
 import numpy as np
 
-from rankwise.auditing import Audit, Finding, HeadRecord, Provenance, StateRecord, UncapturedModule
+from rankwise.auditing import (
+    Audit,
+    Finding,
+    HeadRecord,
+    Provenance,
+    Remedy,
+    StateRecord,
+    UncapturedModule,
+    remedy_text,
+)
 from rankwise.auditing.findings import diagnose as diagnose
 from rankwise.auditing.measure_table import DRAWN as DRAWN
 from rankwise.auditing.measure_table import HEAD_MEASURES, STATE_MEASURES, Measure
@@ -202,21 +211,27 @@ def finding(code: str = "SINK", severity: str = "warning", **changes: Any) -> Fi
         "where": place(2, 7),
         "evidence": {"max_token_mass": 0.93, "first_token_mass": 0.87},
         "meaning": "The head spends most of its weight on the first token.",
-        "remedy": "compare the loss without it: `rankwise compare BEFORE AFTER`",
+        "remedy": Remedy(words="compare the loss without it", code="rw.audit(model, batches)"),
     }
     return Finding(code=code, severity=severity, **(usual | changes))
+
+
+def advice(finding: Finding, about: Provenance | None = None) -> str:
+    """Return the remedy of a finding as a report shows it."""
+    assert finding.remedy is not None
+    return remedy_text(finding.remedy, about)
 
 
 FINDINGS: list[tuple[str, str, Address, dict[str, float], str, dict[str, Any]]] = [
     (
         "COLLAPSE", "error", place(None), {"blocks": 6.0, "spread": 0.213, "mean_cosine": 0.955},
         "After layer 6 all tokens point almost the same way.",
-        {"remedy": "rankwise skip sample/encoder-6x12 --init 1.0"},
+        {"remedy": Remedy(code="rw.skips.recommend(audit, model, batch)")},
     ),
     (
         "NONFINITE", "error", place(5, 11), {"heads": 1.0, "sequences": 64.0},
         "The mixing matrix held NaN or infinity in every sequence.",
-        {"remedy": "rankwise audit sample/encoder-6x12 --dtype float32"},
+        {"remedy": Remedy(words="use float32", code="rw.audit(model.float(), batches)")},
     ),
     (
         "SINK", "warning", place(2, 7), {"max_token_mass": 0.93, "first_token_mass": 0.87},
@@ -229,7 +244,7 @@ FINDINGS: list[tuple[str, str, Address, dict[str, float], str, dict[str, Any]]] 
     (
         "DUPLICATE_HEADS", "warning", place(3, 4), {"nearest_head_distance": 0.02},
         "Heads 4 and 5 mix alike.",
-        {"heads": [4, 5], "remedy": "rankwise compress sample/encoder-6x12"},
+        {"heads": [4, 5], "remedy": Remedy(words="compare the loss without one of them")},
     ),
     (
         "OVERSIZED_HEADS", "info", place(0), {"required_head_dim": 4.0, "heads": 12.0},
@@ -239,7 +254,7 @@ FINDINGS: list[tuple[str, str, Address, dict[str, float], str, dict[str, Any]]] 
     (
         "NOT_CAPTURED", "info", Address(site="pooler.mixer"), {},
         "A module that looks like a mixer was not captured.",
-        {"remedy": "rankwise audit sample/encoder-6x12 --site pooler.mixer"},
+        {"remedy": Remedy(code="rw.audit(model, batches, sites=sites)")},
     ),
 ]  # fmt: skip
 
@@ -282,8 +297,8 @@ def encoder_decoder() -> Audit:
     collapse = finding(
         "COLLAPSE",
         "error",
-        where=Address(stack="decoder.block", layer=6),
-        evidence={"spread": 0.172, "mean_cosine": 0.97},
+        where=Address(stack="decoder.block"),
+        evidence={"blocks": 6.0, "spread": 0.172, "mean_cosine": 0.97},
         meaning="After layer 6 all tokens point almost the same way.",
     )
     sink = finding(where=Address(stack="decoder.block", layer=4, head=6, site=cross.format(4)))
@@ -300,9 +315,16 @@ def nasty() -> Audit:
     """Return an audit in which every string would run a script if it is not escaped."""
     site = NASTY + "<!--{}"
     where = Address(stack=NASTY, layer=1, head=2, site=site.format(1))
+    bad = Remedy(words=NASTY, code=NASTY, condition=NASTY)
     found = [
-        finding(NASTY, "error", where=where, evidence={NASTY: 1.0}, meaning=NASTY, remedy=NASTY),
-        finding("COLLAPSE", "error", where=Address(stack=NASTY), meaning=NASTY, remedy=NASTY),
+        finding(NASTY, "error", where=where, evidence={NASTY: 1.0}, meaning=NASTY, remedy=bad),
+        finding(
+            *("COLLAPSE", "error"),
+            where=Address(stack=NASTY),
+            evidence={"blocks": 1.0},
+            meaning=NASTY,
+            remedy=bad,
+        ),
     ]
     about = provenance(
         NASTY,
@@ -384,7 +406,7 @@ def memberships() -> Audit:
         made = grid(3, 4, 7, stack + ".{}.mixer", stack=stack, kind="diagonal", tokens=float(tokens))
         for one in made:
             share = [float(x) for x in rng.uniform(0, 0.5, tokens)]
-            known = {"membership": 0.25, "coding_rate": 0.02, "one_hot_rank": math.nan, "mask": "other"}
+            known = {"membership": 0.25, "variational_rate": 0.02, "one_hot_rank": math.nan, "mask": "other"}
             known |= {"membership_map": share, "membership_grid": patches}
             heads.append(one.model_copy(update=known))
     states = random_states(3, stack="text") + random_states(3, 2, stack="picture")
@@ -400,7 +422,7 @@ def long_names() -> Audit:
         provenance=provenance(name, command="rankwise audit " + name * 3, data="d" * 200, notes=["n" * 200]),
         heads=heads,
         states=random_states(3, stack=stack),
-        findings=[finding(where=where, meaning="m" * 200, remedy="rankwise audit " + "r" * 200)],
+        findings=[finding(where=where, meaning="m" * 200, remedy=Remedy(code="r" * 200))],
         uncaptured=[UncapturedModule(name=stack * 2, type="T" * 100, reason="r" * 100)],
     )
 

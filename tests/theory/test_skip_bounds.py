@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from rankwise._internals.linalg import mean_distance as mu
-from rankwise.measures import spread
-from rankwise.theory import min_lambda, min_lambda_paper, mixing_strength, skip_bound
+from rankwise.measures import absolute_spread, spread
+from rankwise.theory import min_lambda_for_spread, min_lambda_paper, skip_bound
 
 SLACK = 1e-9
 """Relative: sums of T·D float64 terms lose less than T·D·1e-16 < 1e-12; a hundredfold and more beside it."""
@@ -71,7 +71,10 @@ def test_bounds_leave_padding_out(case: tuple) -> None:
     for norm in ("none", "layer", "rms"):
         bounds = skip_bound(longer, other, scale, mask, norm), skip_bound(y, b, scale, norm=norm)
         assert torch.allclose(*bounds, rtol=1e-9, atol=1e-9)
-        least = min_lambda(longer, other, 0.5, mask, norm), min_lambda(y, b, 0.5, norm=norm)
+        least = (
+            min_lambda_for_spread(longer, other, 0.5, mask, norm),
+            min_lambda_for_spread(y, b, 0.5, norm=norm),
+        )
         assert torch.allclose(*least, rtol=1e-6, atol=1e-9)
 
 
@@ -89,30 +92,33 @@ def test_a_larger_scale_keeps_more(case: tuple) -> None:
 @given(case=sums())
 def test_the_least_scale_keeps_its_share(case: tuple) -> None:
     y, b, _ = case
-    a = 0.3
+    keep = 0.55
     for relative in (False, True):
-        least = min_lambda(y, b, a, relative=relative)
+        least = min_lambda_for_spread(y, b, keep, relative=relative)
         if mu(y) < 1e-6 or not least.isfinite() or least == 0:  # 0 means any λ except 0
             continue
         for factor in (1, -1.7, 30):
             out = factor * least * y + b
             before = mu(y) / (y.norm() if relative else 1)
             after = mu(out) / (out.norm() if relative else 1)
-            assert after >= math.sqrt(a) * before * (1 - 1e-6)
+            assert after >= keep * before * (1 - 1e-6)
     for norm in ("layer", "rms"):
-        least = min_lambda(y, b, a, norm=norm)
+        least = min_lambda_for_spread(y, b, keep, norm=norm)
         before = mu(normed(y, norm))
         if before < 1e-6 or not least.isfinite():
             continue
         for factor in (1, -1.7, 30):
-            assert mu(normed(factor * least * y + b, norm)) >= math.sqrt(a) * before * (1 - 1e-6)
+            assert mu(normed(factor * least * y + b, norm)) >= keep * before * (1 - 1e-6)
 
 
 def test_least_scales_are_infinite_if_nothing_can_be_kept() -> None:
     alike = torch.ones(4, 3, dtype=torch.float64)
     other = states(0, 4, 3, 0.0)
-    assert min_lambda(alike, other, 0.5) == math.inf
-    assert min_lambda(torch.tensor([1.0, 2.0, 4.0]).expand(4, 3), other, 0.5, norm="layer") == math.inf
+    assert min_lambda_for_spread(alike, other, 0.5) == math.inf
+    assert (
+        min_lambda_for_spread(torch.tensor([1.0, 2.0, 4.0]).expand(4, 3), other, 0.5, norm="layer")
+        == math.inf
+    )
 
 
 # --- searched for violations -------------------------------------------------------------------------------
@@ -204,7 +210,7 @@ def test_a_row_of_equal_numbers_has_no_direction_once_it_is_centred() -> None:
     """0.7 is not a float: its mean over seven channels differs by rounding, which is not a direction."""
     y = (0.1 * torch.arange(1.0, 9.0, dtype=torch.float64))[:, None].expand(8, 7)
     assert skip_bound(y, 0 * y, 1.0, norm="layer") == 0
-    assert min_lambda(y, 0 * y, 0.5, norm="layer") == math.inf
+    assert min_lambda_for_spread(y, 0 * y, 0.5, norm="layer") == math.inf
 
 
 @pytest.mark.parametrize("moved", [True, False])
@@ -270,7 +276,9 @@ def test_the_sum_bound_does_not_round_the_scale(scale: float) -> None:
 def test_the_sum_bound_is_attained() -> None:
     y = states(3, 6, 4, 0.5)
     assert torch.allclose(skip_bound(y, -0.7 * y, 2.0), mu(2.0 * y - 0.7 * y))
-    assert torch.allclose(min_lambda(y, -0.7 * y, 0.25), torch.tensor(0.5 + 0.7, dtype=torch.float64))
+    assert torch.allclose(
+        min_lambda_for_spread(y, -0.7 * y, 0.5), torch.tensor(0.5 + 0.7, dtype=torch.float64)
+    )
 
 
 @pytest.mark.parametrize("angle", [0.05, 0.2])
@@ -305,21 +313,70 @@ def floor(scale: float, strength: float, a: float, tokens: int, width: int) -> f
     return 2 * abs(scale) * tokens * width * strength / room if room > 0 else math.inf
 
 
+def drawn(
+    seed: int, norm: str, shape: tuple[int, int], lengths: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """States whose lengths leave √D by a factor of up to exp(``lengths``), and M and C of norm 1."""
+    tokens, width = shape
+    y = normed(states(seed, tokens, width, 0.2), norm)
+    y = y * (lengths * torch.linspace(-1, 1, tokens, dtype=torch.float64)).exp()[:, None]
+    m, c = states(seed + 1, tokens, tokens, 0.0), states(seed + 2, width, width, 0.0)
+    return y, m / m.norm(), c / c.norm()
+
+
 @given(
-    strength=st.floats(1e-3, 100), a=st.floats(0.01, 0.95), tokens=st.integers(1, 50),
-    width=st.integers(1, 50), share=st.floats(0.05, 1),
+    strength=st.floats(1e-3, 100), keep=st.floats(0.1, 0.97), tokens=st.integers(2, 20),
+    width=st.integers(2, 20), seed=st.integers(0, 99),
 )  # fmt: skip
-def test_closed_forms_agree_with_the_condition(
-    strength: float, a: float, tokens: int, width: int, share: float
+@settings(max_examples=50)
+def test_the_smallest_scale_meets_both_hypotheses_exactly(
+    strength: float, keep: float, tokens: int, width: int, seed: int
 ) -> None:
-    least = min_lambda_paper(strength, a, tokens, width, math.inf)
-    assert condition(1.001 * least, strength, a) > 0 > condition(0.999 * least, strength, a)
-    assert least == pytest.approx(min_lambda_paper(strength, a, tokens, width, 1e9), rel=1e-6)
-    mu = math.sqrt(share * tokens * width)
-    enough = min_lambda_paper(strength, a, tokens, width, mu)
-    assert enough > least
-    assert enough > 2 * strength  # whatever a is
-    assert floor(enough, strength, a, tokens, width) == pytest.approx(mu**2, rel=1e-6)
+    y, m, c = drawn(seed, "rms", (tokens, width))
+    least = float(min_lambda_paper(y, strength * m, c, keep))
+    assert least > 2 * strength  # whatever the share is
+    assert condition(least, strength, keep**2) > 0
+    assert floor(least, strength, keep**2, tokens, width) == pytest.approx(float(mu(y)) ** 2, rel=1e-6)
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-4])
+@pytest.mark.parametrize("lengths", [0.0, 0.2])
+@true_norms
+@settings(max_examples=20)
+@given(
+    strength=st.sampled_from([1e-12, 0.01, 1.0]), keep=st.sampled_from([0.3, 0.95]), seed=st.integers(0, 99)
+)
+def test_the_theorem_holds_for_states_of_any_length_and_any_eps(
+    norm: str, lengths: float, eps: float, strength: float, keep: float, seed: int
+) -> None:
+    y, m, c = drawn(seed, norm, (5, 6), lengths)
+    least = float(min_lambda_paper(y, strength * m, c, keep, norm=norm, eps=eps))
+    before = mu(normed(y, norm))
+    for factor in (1.0001, -1.5):
+        assert mu(normed(factor * least * y + strength * m @ y @ c, norm, eps)) >= keep * before
+
+
+def test_eps_requires_a_scale_of_its_own() -> None:
+    """A λ of the order of √ε would shorten all rows, although the mixer adds almost nothing."""
+    y, m, c = drawn(0, "layer", (5, 6))
+    keep = math.sqrt(0.5)
+    assert 0.01 * keep / (1 - keep) <= min_lambda_paper(y, 1e-12 * m, c, keep, norm="layer", eps=1e-4) < 1
+    assert min_lambda_paper(y, 1e-12 * m, c, keep, norm="layer") < 1e-10
+
+
+def test_a_bias_of_the_output_removes_nearly_all_spread() -> None:
+    """The theorem says nothing about a bias: it turns all rows toward itself."""
+    y, m, c = drawn(0, "layer", (5, 6))
+    least = min_lambda_paper(y, 1e-3 * m, c, 0.5, norm="layer")
+    bias = 1e3 * torch.linspace(-1, 1, 6, dtype=torch.float64)
+    assert mu(normed(least * y + 1e-3 * m @ y @ c + bias, "layer")) < 0.01 * mu(y)
+
+
+def test_without_a_norm_the_theorem_does_not_hold() -> None:
+    """With λ = 0.1 and a weak mixer, μ falls to a tenth, although both hypotheses hold."""
+    y, m, c = drawn(0, "rms", (5, 6))
+    assert min_lambda_paper(y, 1e-3 * m, c, 0.5) < 0.1
+    assert mu(0.1 * y + 1e-3 * m @ y @ c) < 0.11 * mu(y)
 
 
 def test_the_condition_on_the_scale_alone_guarantees_nothing() -> None:
@@ -349,7 +406,7 @@ def test_the_step_of_its_proof_that_is_false() -> None:
 def test_ascent_finds_no_violation_of_the_whole_theorem(norm: str, eps: float, on_sphere: bool) -> None:
     """With both halves, Eq. 7 and μ² ≥ b, at the largest a they allow: the search must not get past it.
 
-    With ε and rows of other lengths, by `mixing_strength` in place of S·C_M.
+    With ε and rows of other lengths, by s = √((S·C_M·q)² + ε)/ℓ in place of S·C_M.
     """
     tokens, width, scale = 4, 5, 1.0
     generator = torch.Generator().manual_seed(3)
@@ -369,13 +426,10 @@ def test_ascent_finds_no_violation_of_the_whole_theorem(norm: str, eps: float, o
         a = (scale**2 - 2 * scale * tokens * width * s / before) / (s + scale) ** 2
         z = normed(product * m @ y @ c + scale * y, norm, eps**2)
         violation = a * before - (z - z.mean(0)).square().sum()
-        numbers = (
-            product.item(),
-            eps**2,
-            *(x.item() for x in (lengths.square().mean().sqrt(), lengths.min())),
-        )
-        assert mixing_strength(*numbers) == pytest.approx(s.item())
         if 0 < a.item() < 1:
+            matrices = [x.detach() for x in (y, product * m, c)]
+            least = min_lambda_paper(*matrices, a.sqrt().item(), norm=norm, eps=eps**2)
+            assert least.item() == pytest.approx(scale)
             worst, best_a = max(worst, violation.item()), max(best_a, a.item())
         optimiser.zero_grad()
         (-violation / before).backward()
@@ -430,18 +484,19 @@ def test_with_the_usual_skip_a_row_stochastic_mixer_can_collapse_at_once() -> No
 @pytest.mark.parametrize("strength", [0.1, 1.0, 30.0])
 def test_the_paper_s_scale_is_needed_up_to_a_constant(strength: float) -> None:
     """T = 2, C of rank one, M = −η(I − 11ᵀ/T): S·C_M = η; |λ| = η loses all, Eq. 7 asks |λ| > η."""
-    a = 0.25
+    keep = 0.5
     y = math.sqrt(3) * torch.tensor([[1.0, 0, 0], [-1.0, 0, 0]], dtype=torch.float64)
     c = torch.zeros(3, 3, dtype=torch.float64)
     c[0, 0] = 1
     m = -strength * torch.tensor([[0.5, -0.5], [-0.5, 0.5]], dtype=torch.float64)
     assert float(m.norm() * c.norm()) == pytest.approx(strength)
-    assert min_lambda_paper(strength, a, 2, 3, math.inf) == pytest.approx(strength)
+    assert condition(1.001 * strength, strength, keep**2) > 0 > condition(0.999 * strength, strength, keep**2)
+    assert min_lambda_paper(y, m, c, keep) > strength
     assert mu(m @ y @ c + strength * y) < 1e-12 * strength
-    # without a norm, μ is kept to √a from |λ| = √a + η on, and no sooner: the bound of the sum
-    least = min_lambda(y, m @ y @ c, a)
-    assert least == pytest.approx(math.sqrt(a) + strength)
-    assert mu(m @ y @ c + least * y) == pytest.approx(math.sqrt(a) * float(mu(y)))
+    # without a norm, a half of μ is kept from |λ| = ½ + η on, and no sooner: the bound of the sum
+    least = min_lambda_for_spread(y, m @ y @ c, keep)
+    assert least == pytest.approx(keep + strength)
+    assert mu(m @ y @ c + least * y) == pytest.approx(keep * float(mu(y)))
 
 
 # --- their inputs ------------------------------------------------------------------------------------------
@@ -455,6 +510,8 @@ def test_they_bound_the_spread_of_the_measures() -> None:
 
 
 def test_a_state_without_spread_needs_an_infinite_scale() -> None:
-    assert min_lambda_paper(1.0, 0.5, 2, 2, 0.0) == math.inf
-    assert min_lambda_paper(0.0, 0.5, 2, 2, 0.0) == 0
-    assert mixing_strength(1.0, shortest=0.0) == math.inf
+    alike, eye = torch.ones(2, 2, dtype=torch.float64), torch.eye(2, dtype=torch.float64)
+    assert min_lambda_paper(alike, eye, eye, 0.5) == math.inf
+    assert min_lambda_paper(alike, 0 * eye, eye, 0.5) == 0
+    with_a_zero = torch.tensor([[1.0, 0.0], [0.0, 0.0]], dtype=torch.float64)
+    assert min_lambda_paper(with_a_zero, eye, eye, 0.5) == math.inf

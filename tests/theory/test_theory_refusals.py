@@ -8,7 +8,7 @@ from tests.unchecked import unchecked
 
 from rankwise.errors import RankwiseError
 from rankwise.theory import (
-    min_lambda,
+    min_lambda_for_spread,
     min_lambda_paper,
     random_head_rank,
     rank_barrier,
@@ -101,17 +101,23 @@ def test_bounds_refuse_tensors_that_are_not_rows(rows, mask, match):
         refused(match, lambda norm=norm: skip_bound(rows, rows, 1.0, mask, norm))
 
 
-@pytest.mark.parametrize("a", [0.0, 1.0, -0.1, math.nan])
-def test_shares_outside_the_open_interval_are_refused(a):
+@pytest.mark.parametrize("share", [0.0, 1.0, -0.1, math.nan])
+def test_shares_outside_the_open_interval_are_refused(share):
     for call in (
-        lambda: min_lambda_paper(1.0, a, 2, 2, 1.0),
-        lambda: min_lambda(ROWS, ROWS, a),
-        lambda: min_lambda(ROWS, ROWS, a, norm="layer"),
+        lambda: min_lambda_paper(ROWS, torch.eye(3), torch.eye(2), share),
+        lambda: min_lambda_for_spread(ROWS, ROWS, share),
+        lambda: min_lambda_for_spread(ROWS, ROWS, share, norm="layer"),
     ):
-        refused(r"`a`: expected a number in \(0, 1\)", call)
+        refused(r"`keep_spread`: expected a number in \(0, 1\)", call)
 
 
 def test_a_share_of_the_norm_and_an_unknown_norm_are_refused():
-    refused("`relative`: expected no norm", lambda: min_lambda(ROWS, ROWS, 0.5, norm="layer", relative=True))
+    refused(
+        "`relative`: expected no norm",
+        lambda: min_lambda_for_spread(ROWS, ROWS, 0.5, norm="layer", relative=True),
+    )
     refused("`norm`: expected one of none, layer, rms", lambda: skip_bound(ROWS, ROWS, 1.0, norm="batch"))
-    refused("`norm`: expected one of none, layer, rms", lambda: min_lambda(ROWS, ROWS, 0.5, norm="batch"))
+    refused(
+        "`norm`: expected one of none, layer, rms",
+        lambda: min_lambda_for_spread(ROWS, ROWS, 0.5, norm="batch"),
+    )

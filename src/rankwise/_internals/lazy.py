@@ -1,4 +1,4 @@
-"""Lazy imports: the public names of a package are imported when they are first used."""
+"""Lazy imports: names of a package are imported when they are first used, and reports when one is shown."""
 
 import ast
 import sys
@@ -27,3 +27,18 @@ def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[st
         return value
 
     return getattr_, lambda: sorted({*homes, *module.__all__})
+
+
+_report: list[Callable[[], Any]] = []
+"""Function that imports `rankwise.report`; empty until the package `rankwise` has connected it."""
+
+
+def connect_report(load: Callable[[], Any]) -> None:
+    """Set the function that returns the package `rankwise.report`."""
+    _report[:] = [load]
+
+
+def report_package() -> Any:
+    """Return the package `rankwise.report`, by which results of lower packages show themselves."""
+    [load] = _report
+    return load()

@@ -4,13 +4,13 @@ import json
 import math
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, replace
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated, ClassVar, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from rankwise._internals.files import parse_json, write_file
+from rankwise._internals.lazy import report_package
 from rankwise.errors import RecordError, readable_file, strip_control
 
 K = TypeVar("K", bound=Hashable)
@@ -142,8 +142,6 @@ class SavedRecord(Record):
 
     _command: ClassVar[str] = ""
     """Command that writes such files; empty if its name is NOUN."""
-    _report: ClassVar[str] = ""
-    """Module of `rankwise.report` that has the function ``NOUN_document``; empty for ``NOUN_report``."""
 
     @classmethod
     def _noun(cls) -> str:
@@ -209,11 +207,9 @@ class SavedRecord(Record):
         Raises:
             InputError: if the file cannot be written.
         """
-        from rankwise.report import write_page
-
-        noun = self._noun()
-        module = import_module(f"rankwise.report.{self._report or f'{noun}_report'}")
-        return write_page(getattr(module, f"{noun}_document")(self), Path(path))
+        report = report_package()
+        written: Path = report.write_page(report.document_of(self), Path(path))
+        return written
 
 
 def _shortened(text: str) -> str:

@@ -17,9 +17,11 @@ if TYPE_CHECKING:
         Finding,
         HeadRecord,
         Provenance,
+        Remedy,
         StateRecord,
         UncapturedModule,
     )
+    from rankwise.auditing.remedies import remedy_text
     from rankwise.auditing.result import Audit
     from rankwise.auditing.run import AuditError, audit
     from rankwise.auditing.settings import AuditSettings
@@ -38,11 +40,13 @@ __all__ = [
     "History",
     "InitializationError",
     "Provenance",
+    "Remedy",
     "StateRecord",
     "UncapturedModule",
     "audit",
     "compare",
     "reinitialized",
+    "remedy_text",
     "sort_by_step",
     "text_batches",
 ]

@@ -11,23 +11,30 @@ from typing import Any, Literal, NamedTuple
 from rankwise._internals.records import Address, grouped
 from rankwise._internals.statistics import WIDTH_TOLERANCE
 from rankwise.auditing.importance_findings import (
-    WITHOUT_IT,
     describe_removable,
     narrowing_saves,
-    removal_remedy,
     saved_share,
     with_removal_costs,
 )
 from rankwise.auditing.measure_table import mixer_kind
-from rankwise.auditing.provenance import loading_command, runnable
+from rankwise.auditing.provenance import loading_command
 from rankwise.auditing.records import (
     SEVERITY_ORDER,
     Finding,
     HeadRecord,
     Provenance,
+    Remedy,
     Severity,
     StateRecord,
     UncapturedModule,
+)
+from rankwise.auditing.remedies import (
+    WITHOUT_HEAD,
+    compress_remedy,
+    in_steps,
+    removal_remedy,
+    unless_done,
+    unless_too_little,
 )
 from rankwise.errors import one_of
 from rankwise.importance.records import ImportanceRecord
@@ -88,13 +95,10 @@ class Rule:
     """Names of the record's fields that are copied to the evidence, separated by spaces."""
     shown_by: str = ""
     """Measure whose map or curve shows the finding."""
-    remedy: str = ""
-    """Next step for the reader, with code in backticks, and a command and Python code for the same step in
-    braces, of which `runnable` chooses one; empty if the function states it."""
+    remedy: Remedy | None = None
+    """Next step for the reader; None if the function states it."""
     names: str = ""
     """What the sentence of a verdict calls its findings, in the plural; empty if it does not name them."""
-    causes_action: bool = True
-    """False if the finding describes the model and no action follows."""
     with_costs: bool = False
     """True if the finding states the cost of removing its heads, provided that the cost is known."""
 
@@ -124,16 +128,20 @@ def diagnose(
     mixers = grouped(heads, lambda head: (head.id.at(None), head.cross)).values()
     measured = Measured(heads, states, uncaptured, importance, mixers, provenance)
     subjects = {rule.find: rule.about for rule in FINDING_RULES.values()}
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for about_heads, group in groupby(subjects, lambda find: subjects[find] == "head"):
         finds = list(group)
         for subject in heads if about_heads else [measured]:
-            found += (finding for find in finds for finding in find(subject))
+            findings += (finding for find in finds for finding in find(subject))
     if importance is not None:
         priced = {code: rule.about for code, rule in FINDING_RULES.items() if rule.with_costs}
-        found = with_removal_costs(found, priced, heads, importance, states, provenance)
-    found = [one.model_copy(update={"remedy": runnable(one.remedy, provenance)}) for one in found]
-    return sorted(found, key=lambda finding: SEVERITY_ORDER[finding.severity])
+        findings = with_removal_costs(findings, priced, heads, importance, states, provenance)
+    remedies = [finding.remedy and unless_done(finding.remedy, provenance) for finding in findings]
+    findings = [
+        finding.model_copy(update={"remedy": remedy})
+        for finding, remedy in zip(findings, remedies, strict=True)
+    ]
+    return sorted(findings, key=lambda finding: SEVERITY_ORDER[finding.severity])
 
 
 def about(code: str) -> Subject | Literal[""]:
@@ -155,13 +163,14 @@ def check_codes(codes: Sequence[str]) -> list[str]:
 def removable(measured: Measured) -> Iterator[Finding]:
     """Find the heads that can be removed together."""
     importance = measured.importance
-    if importance is not None and (found := importance.removable) is not None and found.heads:
-        saved = saved_share(found.heads, measured.heads, measured.states, measured.provenance)
-        numbers = {name: getattr(found, name) for name in ("cost", "relative", "loss")}
-        evidence = {"heads": len(found.heads), **numbers, "parameters": saved}
-        words = describe_removable(importance, found, saved)
-        place = Address() if len(found.heads) > 1 else found.heads[0]
-        yield _finding("REMOVABLE", place, evidence, words, remedy=removal_remedy(saved, found.tolerance))
+    if importance is not None and (chosen := importance.removable) is not None and chosen.heads:
+        saved = saved_share(chosen.heads, measured.heads, measured.states, measured.provenance)
+        numbers = {name: getattr(chosen, name) for name in ("cost", "relative", "loss")}
+        evidence = {"heads": len(chosen.heads), **numbers, "parameters": saved}
+        words = describe_removable(importance, chosen, saved)
+        place = Address() if len(chosen.heads) > 1 else chosen.heads[0]
+        remedy = removal_remedy(saved, chosen.relative, chosen.tolerance)
+        yield _finding("REMOVABLE", place, evidence, words, remedy=remedy)
 
 
 @rule("RANDOM_WEIGHTS", about="model", names="random weights", decided_by="weights", worse="higher")
@@ -170,37 +179,42 @@ def random_weights(measured: Measured) -> Iterator[Finding]:
     about = measured.provenance
     if about is not None and (names := about.random_weights):
         words = f"{len(names)} weights are random, because the checkpoint lacks them, such as {names[0]}."
-        remedy = f"see which names the checkpoint has instead, `{loading_command(about)}`, and save it under "
-        remedy += "the names of the model"
+        see = Remedy(words="see which names the checkpoint has instead", code=loading_command(about))
+        remedy = in_steps([see, Remedy(words="save the checkpoint under the names of the model")])
         yield _finding("RANDOM_WEIGHTS", Address(), {"weights": len(names)}, words, "warning", remedy=remedy)
 
 
-@rule(
-    "NONFINITE", about="mixer", names="NaN or infinity", decided_by="heads", worse="higher",
-    remedy="see whether half precision overflowed, `{audit --dtype float32 --out NAME-float32 | "
-    "rw.audit(model.float(), batches)}`; if it did not, the cause is in the inputs or the weights, `[name "
-    "for name, weight in model.named_parameters() if not weight.isfinite().all()]`",
+OVERFLOW = Remedy(
+    words="see whether half precision overflowed", verb="audit", options=[["--dtype", "float32"]],
+    out="float32", code="rw.audit(model.float(), batches)",
 )  # fmt: skip
+BROKEN_WEIGHTS = Remedy(
+    words="see if a weight is not finite; if all are, the cause is in the inputs",
+    code="[name for name, weight in model.named_parameters() if not weight.isfinite().all()]",
+)
+
+
+@rule("NONFINITE", about="mixer", names="NaN or infinity", decided_by="heads", worse="higher")
 def nonfinite(measured: Measured) -> Iterator[Finding]:
     """Find mixers and token states with NaN or infinity."""
     meaning = "NaN or infinity appears here; those sequences are left out of every mean."
-    found, remedy = [], FINDING_RULES["NONFINITE"].remedy
-    if measured.provenance is not None and "16" not in measured.provenance.model_dtype:
-        remedy = remedy.partition("if it did not, ")[2]
+    findings, about = [], measured.provenance
+    half = about is None or "16" in about.model_dtype
+    remedy = in_steps([OVERFLOW, BROKEN_WEIGHTS]) if half else BROKEN_WEIGHTS
     for mixer in measured.mixers:
         if broken := [head for head in mixer if head.nonfinite_sequences]:
             evidence = {"heads": len(broken), "sequences": max(head.nonfinite_sequences for head in broken)}
             words = f"Attention of {broken[0].site or 'the model itself'}: {meaning}"
-            found.append(_finding("NONFINITE", broken[0], evidence, words, "error", broken, remedy))
+            findings.append(_finding("NONFINITE", broken[0], evidence, words, "error", broken, remedy))
     for state in measured.states:
         if state.nonfinite_sequences:
             words = f"Token states after {state.blocks} blocks: {meaning}"
             evidence = {"blocks": state.blocks, "sequences": state.nonfinite_sequences}
-            found.append(_finding("NONFINITE", state, evidence, words, "error", remedy=remedy))
-    stacks = [finding.where.stack for finding in found]
+            findings.append(_finding("NONFINITE", state, evidence, words, "error", remedy=remedy))
+    stacks = [finding.where.stack for finding in findings]
     # the mixer of a block comes before the states that the block writes
     yield from sorted(
-        found,
+        findings,
         key=lambda finding: (
             stacks.index(finding.where.stack),
             finding.where.sort_key[1],
@@ -211,7 +225,8 @@ def nonfinite(measured: Measured) -> Iterator[Finding]:
 
 @rule(
     "COLLAPSE", about="stack", names="collapse through depth", decided_by="spread_lowest",
-    worse="lower", shown_by="spread", remedy="rw.skips.recommend(audit, model, batch)",
+    worse="lower", shown_by="spread",
+    remedy=Remedy(words="try which λ keeps tokens apart", code="rw.skips.recommend(audit, model, batch)"),
 )  # fmt: skip
 def collapse(measured: Measured) -> Iterator[Finding]:
     """Find stacks in which tokens become equal."""
@@ -227,19 +242,31 @@ def collapse(measured: Measured) -> Iterator[Finding]:
             "blocks": start.blocks, "spread": start.spread, "spread_input": first, "spread_lowest": lowest,
             "mean_cosine": start.mean_cosine,
         }  # fmt: skip
-        words = (
-            f"Tokens become equal: token spread μ/‖Y‖ {first:.2g} at the input, {start.spread:.2g} "
-            f"after {start.blocks} blocks, at the lowest {lowest:.2g}. In experiments {COLLAPSED_FAILED} of "
-            f"{COLLAPSED_RUNS} training runs with a value below {COLLAPSE_SPREAD:g} halfway did not learn."
-        )
-        yield _finding("COLLAPSE", Address(start.stack), evidence, words, "error")
+        yield _finding("COLLAPSE", Address(start.stack), evidence, collapse_words(evidence), "error")
+
+
+def collapse_words(evidence: Mapping[str, float | int]) -> str:
+    """Return the meaning of a COLLAPSE with this evidence."""
+    return (
+        f"Tokens become equal: token spread μ/‖Y‖ {evidence['spread_input']:.2g} at the input, "
+        f"{evidence['spread']:.2g} after {evidence['blocks']:g} blocks, at the lowest "
+        f"{evidence['spread_lowest']:.2g}. In experiments {COLLAPSED_FAILED} of {COLLAPSED_RUNS} training "
+        f"runs with a value below {COLLAPSE_SPREAD:g} halfway did not learn."
+    )
+
+
+def inactive_remedy(by_hand: str) -> Remedy:
+    """Return the remedy of INACTIVE_BLOCK; its last step, by hand, tells if the part is needed."""
+    mixing = Remedy(
+        words="see how much mixing its skip connection leaves", verb="skip", options=[["--certify"]],
+        code="rw.certify_skip(model, batch)",
+    )  # fmt: skip
+    return in_steps([mixing, Remedy(words=f"or {by_hand} and compare the loss")])
 
 
 @rule(
     "INACTIVE_BLOCK", about="layer", names="inactive blocks", decided_by="relative_update", worse="lower",
-    evidence="relative_update norm",
-    remedy="see how much mixing its skip connection leaves, `{skip --certify | "
-    "rw.certify_skip(model, batch)}`; or take the block out of its list and compare the loss",
+    evidence="relative_update norm", remedy=inactive_remedy("take the block out of its list"),
 )  # fmt: skip
 def inactive_block(measured: Measured) -> Iterator[Finding]:
     """Find blocks that return their input, such as by a λ, a LayerScale, a gate or small output weights."""
@@ -254,7 +281,7 @@ def inactive_block(measured: Measured) -> Iterator[Finding]:
 
 @rule(
     "SINK", about="head", names="attention sinks", decided_by="max_token_mass", worse="higher",
-    shown_by="max_token_mass", evidence="max_token_mass first_token_mass row_entropy", remedy=WITHOUT_IT,
+    shown_by="max_token_mass", evidence="max_token_mass first_token_mass row_entropy", remedy=WITHOUT_HEAD,
     with_costs=True,
 )  # fmt: skip
 def sink(head: HeadRecord) -> Iterator[Finding]:
@@ -266,7 +293,7 @@ def sink(head: HeadRecord) -> Iterator[Finding]:
 
 @rule(
     "CONSTANT", about="head", names="constant heads", decided_by="row_spread", worse="lower",
-    shown_by="row_spread", evidence="stable_rank row_spread", remedy=WITHOUT_IT, with_costs=True,
+    shown_by="row_spread", evidence="stable_rank row_spread", remedy=WITHOUT_HEAD, with_costs=True,
 )  # fmt: skip
 def constant(head: HeadRecord) -> Iterator[Finding]:
     """Find a head whose rows are nearly equal, unless it is a sink."""
@@ -279,8 +306,10 @@ def constant(head: HeadRecord) -> Iterator[Finding]:
 @rule(
     "IDENTITY", about="head", names="identity heads", decided_by="identity_distance", worse="lower",
     shown_by="identity_distance", evidence="identity_distance effective_rank", with_costs=True,
-    remedy="replace it with a linear map of each token, the product of its output and value projections, "
-    "and compare the loss",
+    remedy=Remedy(
+        words="replace it with a linear map of each token, the product of its output and value projections, "
+        "and compare the loss"
+    ),
 )  # fmt: skip
 def identity(head: HeadRecord) -> Iterator[Finding]:
     """Find a head whose mixing matrix is nearly the identity."""
@@ -291,7 +320,7 @@ def identity(head: HeadRecord) -> Iterator[Finding]:
 
 @rule(
     "DUPLICATE_HEADS", about="group", names="duplicate heads", decided_by="heads", worse="higher",
-    shown_by="nearest_head_distance", with_costs=True, causes_action=False,
+    shown_by="nearest_head_distance", with_costs=True,
 )  # fmt: skip
 def duplicate_heads(measured: Measured) -> Iterator[Finding]:
     """Find groups of attention heads with nearly the same matrix, by joining heads to their nearest heads.
@@ -314,45 +343,48 @@ def duplicate_heads(measured: Measured) -> Iterator[Finding]:
                 groups.update(dict.fromkeys(joined, joined))
                 distances[head.head] = head.nearest_head_distance
         for group in {min(group): sorted(group) for _, group in sorted(groups.items())}.values():
-            alike = [by_number[at] for at in group]
+            alike = [by_number[number] for number in group]
             evidence = {
                 "heads": len(group),
-                "nearest_head_distance": max(distances.get(at, 0) for at in group),
+                "nearest_head_distance": max(distances.get(number, 0) for number in group),
             }
             words = f"Heads {', '.join(map(str, group[:-1]))} and {group[-1]} mix the same way."
             weights = "query and key weights" if mixer[0].kind in ("softmax", "linear") else "weights"
             others = f"head{'s' * (len(group) > 2)} {', '.join(map(str, group[1:]))}"
-            remedy = f"give {others} the {weights} of head {group[0]}, and compare the loss"
+            remedy = Remedy(
+                words=f"give {others} the {weights} of head {group[0]}, and compare the loss",
+                no_action="equal heads are not a fault, and joining them saves nothing",
+            )
             yield _finding("DUPLICATE_HEADS", alike[0], evidence, words, heads=alike, remedy=remedy)
 
 
-@rule(
-    "OVERSIZED_HEADS", about="mixer", decided_by="heads", worse="neither", shown_by="required_head_dim",
-    remedy=f"`{{compress --parts width --tolerance {WIDTH_TOLERANCE:g} --out NAME-narrow | rw.compress("
-    f'model, batches, parts="width", tolerance={WIDTH_TOLERANCE:g})}}`',
-)  # fmt: skip
+@rule("OVERSIZED_HEADS", about="mixer", decided_by="heads", worse="neither", shown_by="required_head_dim")
 def oversized_heads(measured: Measured) -> Iterator[Finding]:
     """Find heads that require at least 1 but at most 40 % of their channels; untrained heads require 0."""
     every = [head for head in measured.heads if _determines_width(head)]
-    saved, gain, start = narrowing_saves(every, measured.states, measured.provenance)
-    remedy = start + FINDING_RULES["OVERSIZED_HEADS"].remedy
+    saved, cached, gain = narrowing_saves(every, measured.states, measured.provenance)
+    words = "narrow heads to the width they need"
+    remedy = compress_remedy(["width"], f"{WIDTH_TOLERANCE:g}", words, "narrow", saved)
+    remedy = unless_too_little(remedy, max(saved, cached))
     for mixer in measured.mixers:
         judged = [head for head in mixer if _determines_width(head)]
-        found = [one for one in judged if 1 <= one.required_head_dim <= OVERSIZED_HEADS * (one.head_dim or 0)]
-        if found:
-            head = min(found, key=lambda head: head.required_head_dim / (head.head_dim or 1))
+        oversized = [
+            head for head in judged if 1 <= head.required_head_dim <= OVERSIZED_HEADS * (head.head_dim or 0)
+        ]
+        if oversized:
+            head = min(oversized, key=lambda head: head.required_head_dim / (head.head_dim or 1))
             required, width = head.required_head_dim, head.head_dim or 0
             evidence = {
-                "heads": len(found), "of": len(judged), "head_dim": width, "required_head_dim": required,
+                "heads": len(oversized), "of": len(judged), "head_dim": width, "required_head_dim": required,
                 "tolerance": WIDTH_TOLERANCE, "parameters": saved,
             }  # fmt: skip
             words = (
-                f"{len(found)} of {len(judged)} heads need less than half the width of their queries and "
+                f"{len(oversized)} of {len(judged)} heads need less than half the width of their queries and "
                 f"keys: head {head.head} {required:.0f} of {width}. With it attention stays within "
                 f"{WIDTH_TOLERANCE:g} nats on these sequences (KL to second order, rows weighed evenly)."
                 + gain
             )
-            yield _finding("OVERSIZED_HEADS", head, evidence, words, heads=found, remedy=remedy)
+            yield _finding("OVERSIZED_HEADS", head, evidence, words, heads=oversized, remedy=remedy)
 
 
 def _determines_width(head: HeadRecord) -> bool:
@@ -368,12 +400,17 @@ def _determines_width(head: HeadRecord) -> bool:
 )  # fmt: skip
 def not_captured(measured: Measured) -> Iterator[Finding]:
     """Find modules that look like mixers and were not captured."""
-    for (kind, reason), modules in grouped(measured.uncaptured, lambda one: (one.type, one.reason)).items():
+    for (kind, reason), modules in grouped(
+        measured.uncaptured, lambda module: (module.type, module.reason)
+    ).items():
         name, evidence = modules[0].name, {"modules": len(modules)}
         words = f"{len(modules)} × {kind} looks like a mixer and is not in this audit: {reason}."
         severity: Severity = "info" if reason.startswith("never called") else "warning"
-        remedy = "write a function that returns its operator (docs/reference/models.md, sites by hand), then "
-        remedy += f"`rw.audit(model, batches, sites={{{name!r}: operator_of}})`"
+        remedy = Remedy(
+            words="write a function that returns its operator (docs/reference/models.md, sites by hand), "
+            "then audit with it",
+            code=f"rw.audit(model, batches, sites={{{name!r}: operator_of}})",
+        )
         yield _finding("NOT_CAPTURED", Address(site=name), evidence, words, severity, remedy=remedy)
 
 
@@ -384,7 +421,7 @@ def _finding(
     meaning: str,
     severity: Severity = "info",
     heads: Sequence[HeadRecord] = (),
-    remedy: str = "",
+    remedy: Remedy | None = None,
 ) -> Finding:
     """Return a finding, with the evidence that its rule defines and, by default, the remedy of the rule."""
     rule, place = FINDING_RULES[code], where if isinstance(where, Address) else where.id

@@ -5,23 +5,14 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from operator import attrgetter
 
 from rankwise._internals.records import Address, format_number, grouped
-from rankwise.auditing.records import NOTHING, Finding, HeadRecord, Provenance, StateRecord
+from rankwise.auditing.records import Finding, HeadRecord, Provenance, Remedy, StateRecord
+from rankwise.auditing.remedies import EXACTLY, removal_remedy
 from rankwise.importance.records import HeadImportance, ImportanceRecord, RemovableSet, agreement
 
-WITHOUT_IT = (
-    "see what the model loses without it: `{audit --importance --out NAME-importance | "
-    "rw.audit(model, batches, importance=True)}`"
-)
-EXACTLY = (
-    "remove heads one by one, `{audit --importance exact --out NAME-exact | "
-    'rw.audit(model, batches, importance="exact")}`'
-)
 CAUTION = "sort heads and can fall far short of large costs"
 HEAD_CAUTION = f"estimates of second order {CAUTION}"
 BLOCK_CAUTION = "an order at most: removing a block is a large change, and estimates can fall far short of it"
 ENTROPY = "the entropy of the predictions"
-WORTH = 0.05
-"""Smallest share of the parameters whose removal is an action: less is below the noise of a measured time."""
 TOLERANCE = 0.01
 """Largest relative increase of the loss for a removable head, used if no removable set was searched."""
 
@@ -64,34 +55,36 @@ def _with_removal_cost(
     else:
         each = "" if alone else " each"
         words = f"The estimated cost of removal is {shares}{each}; such estimates {CAUTION}"
-    remedy = EXACTLY
-    if about == "group":
-        remedy = finding.remedy
-    elif about == "head" and math.isnan(importance.share(low)):
-        remedy = f"{NOTHING} {importance.reference_name}, which costs are compared with, is 0"
-    elif about == "head" and exact:
-        remedy = removal_remedy(saved, tolerance) if within else f"{NOTHING} the model needs this head"
-    elif exact:
-        remedy = f"{NOTHING} the rank is not a fault, and its price is known"
-    price = {"least_removal_cost": low, "most_removal_cost": high}
-    price = {"removal_cost": low} if about == "head" else price
-    meaning, evidence = f"{finding.meaning} {words}.", finding.evidence | price
+    remedy, share = finding.remedy, importance.share(low)
+    if about == "head" and math.isnan(share):
+        remedy = Remedy(no_action=f"{importance.reference_name}, which costs are compared with, is 0")
+    elif about == "head" and not exact:
+        remedy = EXACTLY
+    elif about == "head":
+        needed = Remedy(no_action="the model needs this head", costs=share)
+        remedy = removal_remedy(saved, share, tolerance) if within else needed
+    costs = {"removal_cost": low}
+    if about != "head":
+        costs = {"least_removal_cost": low, "most_removal_cost": high}
+    meaning, evidence = f"{finding.meaning} {words}.", finding.evidence | costs
     return finding.model_copy(update={"meaning": meaning, "evidence": evidence, "remedy": remedy})
 
 
 def describe_removable(importance: ImportanceRecord, found: RemovableSet, saved: float) -> str:
     """Return sentences on the cost of removing a set of heads, and on the share of parameters they have."""
-    count = len(found.heads)
     layers = grouped(sorted(found.heads, key=attrgetter("sort_key")), attrgetter("stack", "layer"))
     where = "; ".join(
-        f"layer {layer}: {', '.join(str(one.head) for one in own)}" for (_, layer), own in layers.items()
+        f"layer {layer}: {', '.join(str(head.head) for head in heads)}"
+        for (_, layer), heads in layers.items()
     )
-    heads, them = ("this head", "it") if count == 1 else (f"these {count} heads together", "them")
+    removed, listed = f"layer {found.heads[0].layer} head {found.heads[0].head}", ""
+    if len(found.heads) > 1:
+        removed, listed = f"these {len(found.heads)} heads together", f" ({where})"
     verb = "lowers the loss by" if found.cost < 0 else "costs"
     cost = f"{verb} {abs(importance.share(found.cost)):.2%}{_of(importance)}"
     cost += f" ({_change(importance, found.cost)})"
     gain = "" if math.isnan(saved) else f" It saves at most {saved:.1%} of the parameters."
-    return f"Removing {heads} {cost}, by a run without {them} on this audit's batches ({where}).{gain}"
+    return f"Removing {removed} {cost}, measured on these batches{listed}.{gain}"
 
 
 def saved_share(
@@ -118,11 +111,11 @@ def saved_share(
 
 def narrowing_saves(
     heads: Sequence[HeadRecord], states: Sequence[StateRecord], about: Provenance | None
-) -> tuple[float, str, str]:
-    """Return the share of parameters saved if heads keep the width that they need, and words on it.
+) -> tuple[float, float, str]:
+    """Return the shares of parameters and cached keys that narrow heads save, and a sentence on both.
 
-    Heads that share a key head keep one width. The words are a sentence and the beginning of a remedy. If the
-    saving is not known, they are empty, and the share is NaN.
+    Heads keep the width that they need; heads that share a key head keep one width. If the savings are
+    unknown, the shares are NaN, and the sentence is empty.
     """
     hidden_sizes = {state.stack: state.hidden_size for state in states}
     total = 0 if about is None else about.parameters
@@ -134,30 +127,18 @@ def narrowing_saves(
             parameters += (len(group) + 1) * unneeded * (tokens + 1)
             freed, keys = freed + unneeded * (group[0].mask == "causal"), keys + width
     if not keys:
-        return math.nan, "", ""
+        return math.nan, math.nan, ""
     saved, cached = parameters / total, freed / keys
     also = f" and {cached:.0%} of the cached keys" if cached else ""
     words = (
         f" Narrowing all {len(heads)} heads to the width they need saves about {saved:.1%} of the parameters"
     )
-    return saved, f"{words}{also}.", too_little(max(saved, cached))
+    return saved, cached, f"{words}{also}."
 
 
 def by_key_head(heads: Iterable[HeadRecord]) -> Collection[list[HeadRecord]]:
     """Return groups of heads that share a key head."""
     return grouped(heads, lambda head: (head.id.at(None), head.head // head.heads_per_group)).values()
-
-
-def too_little(saved: float) -> str:
-    """Return the beginning of a remedy that is no action, if a saving is too small to be noticed."""
-    return f"{NOTHING} that is too little to notice; to do it anyway, " if saved < WORTH else ""
-
-
-def removal_remedy(saved: float, tolerance: float) -> str:
-    """Return the remedy that removes heads; it is no action if they save too little."""
-    command = f"compress --parts heads --tolerance {tolerance:g} --out NAME-heads"
-    code = f'rw.compress(model, batches, parts="heads", tolerance={tolerance:g})'
-    return f"{too_little(saved)}`{{{command} | {code}}}` (it chooses heads again)"
 
 
 def cheapest_words(
@@ -167,17 +148,21 @@ def cheapest_words(
     about: Provenance,
 ) -> str:
     """Return a sentence on the head whose removal costs least; an empty string if no cost is known."""
-    costs = [(one.cost, head) for head in heads if (one := head.importance) and math.isfinite(one.cost)]
+    costs = [(known.cost, head) for head in heads if (known := head.importance) and math.isfinite(known.cost)]
     if not costs:
         return ""
     cost, head = min(costs, key=lambda pair: pair[0])
-    exact = head.importance is not None and head.importance.method == "exact"
-    saved = saved_share([head.id], heads, states, about)
-    costs_it = f"{'costs' if exact else 'is estimated to cost'} {_percent(importance, cost)}"
-    if not _of(importance) and not math.isnan(importance.share(cost)):
-        costs_it += f" of {importance.reference_name}"
+    estimated = "" if head.importance and head.importance.method == "exact" else "an estimated "
+    saved, share = saved_share([head.id], heads, states, about), importance.share(cost)
+    effect = f"costs {estimated}{_percent(importance, cost)}"
+    if importance.reference_name == "the loss" and math.isfinite(share):
+        digits = 2 if abs(share) < 0.1 else 1
+        effect = f"{'lowers' if cost < 0 else 'raises'} the loss by {estimated}{abs(share):.{digits}%}"
+    elif not _of(importance) and math.isfinite(share):
+        effect += f" of {importance.reference_name}"
     gain = "" if math.isnan(saved) else f" and saves at most {saved:.1%} of the parameters"
-    return f"Nothing worth doing: the cheapest head (layer {head.layer} head {head.head}) {costs_it}{gain}."
+    where = f"layer {head.layer}, head {head.head}"
+    return f"No action recommended: removing the cheapest head ({where}) {effect}{gain}."
 
 
 def whole_words(importance: ImportanceRecord) -> str:

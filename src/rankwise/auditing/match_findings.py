@@ -34,9 +34,9 @@ class FindingChange(Record):
     @property
     def finding(self) -> Finding:
         """The finding in the second audit, or in the first if it is resolved."""
-        found = self.after or self.before
-        assert found is not None
-        return found
+        finding = self.after or self.before
+        assert finding is not None
+        return finding
 
     @property
     def numbers(self) -> tuple[str, float, float] | None:

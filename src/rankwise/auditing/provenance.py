@@ -3,21 +3,18 @@
 import hashlib
 import json
 import platform
-import re
 import shlex
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from rankwise._internals.files import folder_name
 from rankwise._internals.records import grouped
 from rankwise._internals.statistics import DELTA
-from rankwise.auditing.records import NOTHING, HeadRecord, Provenance, UncapturedModule
+from rankwise.auditing.records import HeadRecord, Provenance, UncapturedModule
 from rankwise.errors import InputError, RecordError, did_you_mean
 
 if TYPE_CHECKING:
@@ -37,14 +34,6 @@ SAME = ("model", "model_class", "revision", "parameters", "delta", "model_dtype"
 """Fields of `Provenance` that must be equal in audits to be merged."""
 JOINED = {"data": "; ", "command": " ; ", "device": ", "}
 """Separator by field, for text fields that are joined when audits are merged."""
-SHARED = "revision text images dataset tokens batch-size device dtype trust-remote-code"
-"""Options of `rankwise audit` that select model, data or device, and that other commands have, too."""
-LACKING = {"audit": "", "compress": "--device-map --tokenizer", "skip": "--device-map --tokenizer --images"}
-"""Options of this kind that other commands lack."""
-COMMAND_OR_CODE = re.compile(r"\{(?P<command>(?:audit|compress|skip) .+?) \| (?P<code>.+?)\}(?=`|$)")
-"""Command without "rankwise", and Python code for the same step."""
-REFUSED = f"{NOTHING} rankwise compress --parts"
-LINEAR = ", if heads come from nn.Linear"
 LATEST = ("rank_method_asked", "created", "weights_digest")
 SUMS = ("batches", "sequences", "merged_audits", "seconds")
 SAME_MODEL = "Merge audits of the same model and settings only, each of other sequences."
@@ -71,7 +60,7 @@ def provenance_of(model: "nn.Module", measured: Mapping[str, Any], given: Mappin
     parameters = list(model.parameters())
     dtypes = {str(parameter.dtype).removeprefix("torch.") for parameter in parameters}
     loaded = {name: version(name) for name in LIBRARIES if sys.modules.get(name) is not None}
-    found: dict[str, Any] = {
+    read: dict[str, Any] = {
         "model": str(getattr(model, "name_or_path", "") or type(model).__name__),
         "model_class": f"{type(model).__module__}.{type(model).__qualname__}",
         "parameters": sum(parameter.numel() for parameter in parameters),
@@ -80,7 +69,7 @@ def provenance_of(model: "nn.Module", measured: Mapping[str, Any], given: Mappin
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": {"rankwise": version("rankwise"), "python": platform.python_version(), **loaded},
     }
-    fields = {**found, **measured, **given}
+    fields = {**read, **measured, **given}
     return Provenance(**{name: _printable(value) for name, value in fields.items()})
 
 
@@ -89,39 +78,6 @@ def _printable(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_printable(item) for item in value]
     return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
-
-
-def runnable(remedy: str, about: Provenance | None) -> str:
-    """Return a remedy with one of the two forms of each step that it has as {command | code}.
-
-    The command repeats the arguments of the audit that select model, data and device; NAME becomes a name for
-    folders. Without such arguments, or with one that the command lacks, the step is Python code. If
-    ``rankwise compress`` refuses the model, the remedy is the reason; if that is unknown, it has a condition.
-    """
-    given = [] if about is None else about.arguments
-
-    def form(step: re.Match[str]) -> str:
-        verb, *options = shlex.split(step["command"])
-        if not given or any(option in LACKING[verb].split() for option, *_ in given):
-            return step["code"]
-        model, name = given[0][0], folder_name(Path(given[0][0]).name)
-        words = ["rankwise", verb, model]
-        for option, *value in given[1:]:
-            if option not in options and (verb == "audit" or option[2:] in SHARED.split()):
-                words += [option, *value]
-        return shlex.join([*words, *(word.replace("NAME", name) for word in options)])
-
-    for step in COMMAND_OR_CODE.finditer(remedy):
-        verb, _, parts, *_ = words = [*shlex.split(step["command"]), "", ""]
-        asked = words[1 : words.index("--out")] if "--out" in words else []
-        if verb == "audit" and about and any(own[: len(asked)] == asked for own in about.arguments):
-            return f"{NOTHING} this audit ran with {shlex.join(asked)} already"
-        if verb == "compress":
-            reason = None if about is None else about.refused.get(parts)
-            if reason:
-                return f"{REFUSED} {parts} refuses this model, because {reason}"
-            remedy += "" if reason == "" else LINEAR
-    return COMMAND_OR_CODE.sub(form, remedy)
 
 
 def loading_command(about: Provenance) -> str:
@@ -243,7 +199,6 @@ def joined(first: Provenance, second: Provenance) -> Provenance:
     versions = {name: _joined([about.versions.get(name, "") for about in both], ", ") for name in libraries}
     fields: dict[str, Any] = {
         "skips_examined": False, "file_digests": {}, "versions": versions,
-        "refused": first.refused | second.refused,
         "data_digests": sorted(digest for about in both for digest in about.data_digests),
     }  # fmt: skip
     for name in ("notes", "random_weights"):
@@ -269,7 +224,7 @@ def joined_uncaptured(
 
 def _joined(texts: Sequence[str], by: str) -> str:
     """Join the distinct parts of texts; texts of merged audits already consist of parts joined by ``by``."""
-    return by.join(_distinct(part for text in texts for part in text.split(by)))
+    return by.join(_distinct(text_part for text in texts for text_part in text.split(by)))
 
 
 def _distinct(values: Iterable[str]) -> list[str]:

@@ -27,14 +27,12 @@ SEVERITIES: dict[Severity, tuple[str, str]] = {
     "info": ("note", "notes"),
 }
 """Severities of findings, the most severe first, with their names in singular and plural."""
-SEVERITY_ORDER = {severity: at for at, severity in enumerate(SEVERITIES)}
+SEVERITY_ORDER = {severity: order for order, severity in enumerate(SEVERITIES)}
 PEAK_MASS = 0.5
 """Smallest mean attention weight at which a token is named as the peak: no other token has more weight. If
 each row attends to the previous token, the largest mean weight is only about 1/S."""
 MAP_SIDE = 128
 """Maximum number of rows and of columns of an attention map."""
-NOTHING = "nothing:"
-"""First word of remedies that cause no action."""
 
 
 class AtInit(Record):
@@ -309,6 +307,31 @@ def last_states(states: Iterable[StateRecord]) -> list[StateRecord]:
     return list({state.stack: state for state in sorted(states, key=lambda state: state.blocks)}.values())
 
 
+class Remedy(Record):
+    """Suggested action in words, with a command and Python code for it; `remedy_text` renders it."""
+
+    words: str = ""
+    """Action in words; if there is code, the words before it."""
+    verb: Literal["", "audit", "compress", "skip"] = ""
+    """Command of ``rankwise`` that does it, for an audit that a command made; empty if no command does."""
+    options: list[Annotated[list[str], Field(min_length=1)]] = Field(default_factory=list)
+    """Options of the command, in addition to the model and data of the audit: [option, value] or [flag]."""
+    out: str = ""
+    """Last part of the name of the folder that the command writes; empty if it writes none."""
+    code: str = ""
+    """Code that does it, for an audit made in Python. Names: ``rw``, ``model``, ``batches``, ``batch``."""
+    saves: Number = math.nan
+    """Share of the model's parameters that it saves; NaN if unknown."""
+    costs: Number = math.nan
+    """Share of the loss by which the loss increases; NaN if unknown."""
+    condition: str = ""
+    """Condition under which the action is possible; empty if there is none."""
+    no_action: str = ""
+    """Reason why no action is recommended; empty if it is."""
+    then: list["Remedy"] = Field(default_factory=list)
+    """Further steps, or alternatives, in order."""
+
+
 class Finding(Record):
     """Problem or notable property of a model that an audit found."""
 
@@ -319,8 +342,7 @@ class Finding(Record):
     """Numbers from which the finding follows, by name of the measure."""
     meaning: str
     """One sentence that explains the finding."""
-    remedy: str
-    """Suggested command or Python call."""
+    remedy: Remedy | None = None
     heads: list[Count] = Field(default_factory=list)
     """Indices of all heads of the site that the finding concerns, if several; they include ``where.head``."""
 
@@ -379,8 +401,6 @@ class Provenance(Record):
     """Arguments of ``rankwise audit``, which commands of remedies repeat: [model], then [option, value] or
     [flag]. Empty if Python code made the audit."""
     versions: dict[str, str] = Field(default_factory=dict)
-    refused: dict[str, str] = Field(default_factory=dict)
-    """Reason why ``rankwise compress`` refuses the model, by value of ``--parts``; empty if it does not."""
     skips_examined: bool = False
     """True if `rankwise.skips.recommend` has examined the skip connections."""
     notes: list[str] = Field(default_factory=list)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from rankwise._internals.files import write_file
+from rankwise._internals.lazy import report_package
 from rankwise._internals.records import Address, SavedRecord
 from rankwise.auditing.at_init import heads_at_init, states_at_init
 from rankwise.auditing.findings import diagnose
@@ -127,13 +128,13 @@ class Audit(SavedRecord):
     def from_statistics(cls, statistics: AuditStatistics) -> "Audit":
         """Return the audit with records and findings computed from statistics."""
         about, measured = statistics.provenance, statistics.importance
-        known: dict[Address, dict[str, Any]] = defaultdict(dict)
+        fields_of_heads: dict[Address, dict[str, Any]] = defaultdict(dict)
         for address, head in (measured.heads if measured is not None else {}).items():
-            known[address] |= {"importance": head, "removal_cost": head.cost}
+            fields_of_heads[address] |= {"importance": head, "removal_cost": head.cost}
         copies = list(statistics.copies.values())
         for address, fields in (heads_at_init(statistics, copies) if copies else {}).items():
-            known[address] |= fields
-        heads = statistics.head_records(known, about.merged_audits)
+            fields_of_heads[address] |= fields
+        heads = statistics.head_records(fields_of_heads, about.merged_audits)
         initial = states_at_init(copies)
         states = [
             states.to_record().model_copy(update={"at_init": initial.get(address)})
@@ -160,7 +161,7 @@ class Audit(SavedRecord):
         Lists (spectra, maps, thresholds) are omitted; they are in the records. Raise `InputError` if pandas
         is not installed, or ``records`` is not a kind of records, such as "heads" or "states".
         """
-        return data_frame(*table(records, getattr(self, records, [])))
+        return data_frame(*table(records, getattr(self, records, []), self.provenance))
 
     def to_csv(self, path: str | Path, records: Records = "heads") -> Path:
         """Write records as CSV, with the columns of `to_frame`, and return the path; pandas is not required.
@@ -170,7 +171,7 @@ class Audit(SavedRecord):
         is ``heads.csv`` (``states.csv``, …). Raise `InputError` if the file cannot be written, or ``records``
         is not a kind of records.
         """
-        text = csv_text(*table(records, getattr(self, records, [])))
+        text = csv_text(*table(records, getattr(self, records, []), self.provenance))
         return write_file(path, text, "table", in_folder=f"{records}.csv")
 
     def head(self, layer: int, head: int, *, stack: str | None = None, site: str | None = None) -> HeadRecord:
@@ -189,15 +190,15 @@ class Audit(SavedRecord):
         subject = ", ".join(f"{name} {value!r}" for name, value in asked.items() if value is not None)
         left = self.heads
         for name in ("stack", "layer", "site", "head"):
-            known = dict.fromkeys(getattr(record, name) for record in left)
+            values = dict.fromkeys(getattr(record, name) for record in left)
             if asked[name] is not None:
                 left = [record for record in left if getattr(record, name) == asked[name]]
             if not left:
                 got = f"no {name} {asked[name]!r}"
-                raise InputError(subject, expected="a head of this audit", got=got, fix=_known(list(known)))
+                raise InputError(subject, expected="a head of this audit", got=got, fix=_known(list(values)))
         if len(left) > 1:
             names = {by: [*dict.fromkeys(getattr(record, by) for record in left)] for by in ("stack", "site")}
-            by = next((by for by, found in names.items() if len(found) > 1), "")
+            by = next((by for by, names_of_heads in names.items() if len(names_of_heads) > 1), "")
             listed = ", ".join(f"{by}={name!r}" for name in names.get(by, [])[:_MOST_NAMES])
             fix = f"Say which: {listed}." if by else "Its module runs several times: filter `audit.heads`."
             raise InputError(subject, expected="one head", got=f"{len(left)}", fix=fix)
@@ -219,19 +220,16 @@ class Audit(SavedRecord):
         With ``verbose`` it has all findings and tables, and the origin of the numbers. Lines have at most
         ``width`` characters.
         """
-        from rankwise.report import document_text
-        from rankwise.report.audit_report import audit_document
-
-        return document_text(audit_document(self), width, verbose=verbose)
+        report = report_package()
+        text: str = report.document_text(report.document_of(self), width, verbose=verbose)
+        return text
 
     def plot(self, measure: str = "numerical_rank") -> "go.Figure":
         """Return a Plotly heat map of one measure of `to_frame`: a row per layer, a column per head.
 
         Raise `InputError` if plotly is not installed, the measure is unknown, or the audit has no heads.
         """
-        from rankwise.report import plot_heads
-
-        return plot_heads(self, measure)
+        return report_package().plot_heads(self, measure)
 
     def plot_depth(self, measure: str | None = None) -> "go.Figure":
         """Return a Plotly figure of token states through depth: a curve per stack, ± one standard deviation.
@@ -239,15 +237,11 @@ class Audit(SavedRecord):
         It shows one measure, such as ``spread``, or by default all measures in the report. Raise
         `InputError` if plotly is not installed, the measure is unknown, or there are no token states.
         """
-        from rankwise.report import plot_depth
-
-        return plot_depth(self, measure)
+        return report_package().plot_depth(self, measure)
 
     def _repr_html_(self) -> str:
         """Return HTML for notebooks: a small table and a heat map of ranks."""
-        from rankwise.report import notebook_html
-
-        return notebook_html(self)
+        return str(report_package().notebook_html(self))
 
     def __repr__(self) -> str:
         model = strip_control(self.provenance.model) or "model"
@@ -272,9 +266,9 @@ def _check_mergeable(audits: Sequence[Audit], names: Sequence[str]) -> None:
         check_same(field, values, subject=subject)
 
 
-def _known(known: list[int] | list[str]) -> str:
-    if not known:
+def _known(values: list[int] | list[str]) -> str:
+    if not values:
         return "It has no heads: no mixing operator was captured."
-    if isinstance(known[0], int) and len(known) > _MOST_NAMES:
-        return f"It has {len(known)} of them, {min(known)} to {max(known)}."
-    return f"Known: {', '.join(map(repr, known[:_MOST_NAMES]))}{' …' if len(known) > _MOST_NAMES else ''}."
+    if isinstance(values[0], int) and len(values) > _MOST_NAMES:
+        return f"It has {len(values)} of them, {min(values)} to {max(values)}."
+    return f"Known: {', '.join(map(repr, values[:_MOST_NAMES]))}{' …' if len(values) > _MOST_NAMES else ''}."

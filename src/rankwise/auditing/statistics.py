@@ -46,7 +46,7 @@ STATES = ("tokens", *(row.name for row in STATE_MEASURES))
 
 @dataclass
 class HeadStatistics:
-    """Statistics over sequences of the H heads of one mixer call (a module that mixes tokens)."""
+    """Statistics, over sequences, of the H heads in one call of a mixer (a module that mixes tokens)."""
 
     mixer: Address
     kind: str
@@ -273,13 +273,13 @@ class ModelStatistics:
 
     def add_heads(self, heads: HeadStatistics, *, attention_maps: bool = True) -> None:
         """Add statistics of a mixer call, merged with earlier statistics of the same call."""
-        if (known := self.heads.setdefault(heads.mixer, heads)) is not heads:
-            known.merge(heads, attention_maps=attention_maps)
+        if (earlier := self.heads.setdefault(heads.mixer, heads)) is not heads:
+            earlier.merge(heads, attention_maps=attention_maps)
 
     def add_states(self, states: StateStatistics) -> None:
         """Add statistics of token states, merged with earlier statistics of the same states."""
-        if (known := self.states.setdefault((states.stack, states.blocks), states)) is not states:
-            known.merge(states)
+        if (earlier := self.states.setdefault((states.stack, states.blocks), states)) is not states:
+            earlier.merge(states)
 
     def merge(self, other: "ModelStatistics", *, attention_maps: bool = True) -> None:
         """Add statistics of other sequences; objects of ``other`` are reused, not copied."""
@@ -329,7 +329,7 @@ class AuditStatistics(ModelStatistics):
     """Statistics of the copies at initialization, by random seed."""
 
     def merge_audit(self, other: "AuditStatistics") -> None:
-        """Add an audit of other sequences; take its maps if there are none; keep copies of common seeds."""
+        """Add a saved audit of other sequences; take its attention maps if there are none."""
         mapped = any(any(heads.examples.attention_maps) for heads in self.heads.values())
         self.merge(other, attention_maps=not mapped)
         self.texts = self.texts if mapped else other.texts
@@ -342,9 +342,6 @@ class AuditStatistics(ModelStatistics):
             self.importance = None
         else:
             self.importance.merge(other.importance)
-        self.copies = {seed: copy for seed, copy in self.copies.items() if seed in other.copies}
-        for seed, copy in self.copies.items():
-            copy.merge(other.copies[seed])
 
     def note(self, text: str) -> None:
         """Add a note to the provenance unless the provenance already has this note."""
@@ -355,11 +352,15 @@ class AuditStatistics(ModelStatistics):
     def from_audit(cls, audit: "Audit") -> "AuditStatistics":
         """Restore statistics from a saved audit, without copies at initialization and required widths."""
         mixers = grouped(audit.heads, lambda record: record.id.at(None))
-        known = {record.id: record.importance for record in audit.heads if record.importance is not None}
-        importance = None if audit.importance is None else Importance(audit.importance, known)
+        importances = {
+            record.id: record.importance for record in audit.heads if record.importance is not None
+        }
+        importance = None if audit.importance is None else Importance(audit.importance, importances)
         return cls(
             heads={mixer: HeadStatistics.from_records(records) for mixer, records in mixers.items()},
-            states={(one.stack, one.blocks): StateStatistics.from_record(one) for one in audit.states},
+            states={
+                (state.stack, state.blocks): StateStatistics.from_record(state) for state in audit.states
+            },
             provenance=audit.provenance, complete=audit.complete, uncaptured=audit.uncaptured,
             texts=audit.texts, importance=importance,
         )  # fmt: skip

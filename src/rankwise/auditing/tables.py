@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from rankwise.auditing.measure_table import HEAD_MEASURES, STATE_MEASURES
-from rankwise.auditing.records import Finding
+from rankwise.auditing.records import Finding, Provenance
+from rankwise.auditing.remedies import remedy_text
 from rankwise.errors import need_package, one_of
 from rankwise.importance.records import HeadImportance
 
@@ -42,7 +43,9 @@ _AFTER = {
 """Columns of each table that come before (`_BEFORE`) or after (`_AFTER`) measures and evidence."""
 
 
-def table(kind: str, records: Sequence[Any]) -> tuple[list[str], list[Row]]:
+def table(
+    kind: str, records: Sequence[Any], provenance: Provenance | None = None
+) -> tuple[list[str], list[Row]]:
     """Return the columns of a table, and a row per record.
 
     A measure is followed by its standard deviation over sequences, ``NAME_std``, and by the standard error of
@@ -54,23 +57,25 @@ def table(kind: str, records: Sequence[Any]) -> tuple[list[str], list[Row]]:
     before, after = _BEFORE[kind].split(), _AFTER.get(kind, "").split()
     measures = _MEASURES.get(kind, [])
     numbers, always = [*measures, *after], [*before, *measures, *after]
-    rows = [_row(record, always) for record in records]
-    known = dict.fromkeys(name for row in rows for name in row)
+    rows = [_row(record, always, provenance) for record in records]
+    present = dict.fromkeys(name for row in rows for name in row)
     listed = [
         *before,
-        *(name for name in known if name.startswith("evidence_")),
+        *(name for name in present if name.startswith("evidence_")),
         *(f"{name}{end}" for name in numbers for end in ("", "_std", "_stderr")),
         *(f"importance_{name}" for name in HeadImportance.model_fields),
         "at_init_seeds",
         *(f"at_init_{name}{end}" for name in numbers for end in ("", "_std", "_seed_std")),
     ]
-    columns = [name for name in listed if name in always or name in known]
+    columns = [name for name in listed if name in always or name in present]
     return columns, [{name: row.get(name) for name in columns} for row in rows]
 
 
-def _row(record: Any, always: Iterable[str]) -> Row:
+def _row(record: Any, always: Iterable[str], provenance: Provenance | None) -> Row:
     place = record.where if isinstance(record, Finding) else record
     row = {name: getattr(place if hasattr(place, name) else record, name) for name in always}
+    if isinstance(record, Finding):
+        row["remedy"] = "" if record.remedy is None else remedy_text(record.remedy, provenance)
     for name, pattern in (("std", "{}_std"), ("stderr", "{}_stderr"), ("evidence", "evidence_{}")):
         row |= _named(pattern, getattr(record, name, {}))
     row |= _named("importance_{}", dict(getattr(record, "importance", None) or {}))

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from rankwise._internals.records import grouped
 from rankwise.auditing.findings import FINDING_RULES, MIN_TOKENS
 from rankwise.auditing.importance_findings import cheapest_words
-from rankwise.auditing.provenance import LINEAR, REFUSED
-from rankwise.auditing.records import NOTHING, Finding, Verdict
+from rankwise.auditing.records import Finding, Remedy, Verdict
+from rankwise.auditing.remedies import join_compressions, remedy_text
 
 if TYPE_CHECKING:
     from rankwise.auditing.result import Audit
@@ -26,15 +26,19 @@ def verdict_of(audit: "Audit") -> Verdict:
     """Return the sentence and the actions of an audit.
 
     The sentence names the errors and warnings; if there are none, it names what was looked for. Actions are
-    the remedies of the most severe findings, one per code; with errors, the remedies of errors and COLLAPSE.
-    A remedy that begins with "nothing:" is not an action; without actions, `no_action` says what the cheapest
-    removal of a head would bring, or why `rankwise compress` refuses the model.
+    the remedies of the most severe findings, one per code; with errors, the remedies of errors alone. A
+    remedy with `no_action` is not an action; without actions, the verdict says what the cheapest removal of a
+    head would bring.
     """
     kinds = grouped(audit.findings, lambda finding: finding.code)
-    named = {code: own for code, own in kinds.items() if code in FINDING_RULES and FINDING_RULES[code].names}
+    named = {
+        code: findings
+        for code, findings in kinds.items()
+        if code in FINDING_RULES and FINDING_RULES[code].names
+    }
     several = len({head.stack for head in audit.heads} | {state.stack for state in audit.states}) > 1
-    severe = {code: own for code, own in named.items() if own[0].severity != "info"}
-    errors = any(own[0].severity == "error" for own in severe.values())
+    severe = {code: findings for code, findings in named.items() if findings[0].severity != "info"}
+    errors = any(findings[0].severity == "error" for findings in severe.values())
     if severe:
         sentence = ("Not healthy: " if errors else "Worth a look: ") + _listed(severe, several)
     elif not audit.heads and not audit.states:
@@ -42,31 +46,32 @@ def verdict_of(audit: "Audit") -> Verdict:
     else:
         sentence = _healthy(audit, named, several)
     sentences = [f"{sentence}.", *([] if audit.complete else [STOPPED])]
-    actions: dict[str, str] = {}
-    for finding in audit.findings:
-        rule = FINDING_RULES.get(finding.code)
-        first = finding.severity == "error" or finding.code == "COLLAPSE"  # a warning in older files
-        acts = (rule is None or rule.causes_action) and (first or not errors)
-        if acts and not finding.remedy.startswith(NOTHING):
-            is_code = any(word in finding.remedy for word in ("rankwise ", "rw."))
-            where = "" if is_code else f"{finding.place}: "
-            actions.setdefault(finding.code, where + finding.remedy)
-    if {"REMOVABLE", "OVERSIZED_HEADS"} <= actions.keys():  # a compressed model cannot be compressed again
-        del actions["OVERSIZED_HEADS"]
-        both = actions["REMOVABLE"].replace("--parts heads", "--parts heads,width")
-        actions["REMOVABLE"] = both.replace('parts="heads"', 'parts=("heads", "width")')
-    known = sorted(dict.fromkeys(actions.values()), key=lambda action: LINEAR in action)
-    no_action: list[str] = []
-    if not severe and not actions:
-        if audit.importance is not None:
-            no_action.append(cheapest_words(audit.importance, audit.heads, audit.states, audit.provenance))
-        refused = [finding.remedy for finding in audit.findings if finding.remedy.startswith(REFUSED)]
-        no_action += [f"{remedy.removeprefix(NOTHING)[1:]}." for remedy in refused[:1]]
-    return Verdict(
-        sentence=" ".join(sentences),
-        actions=tuple(known[:MOST_ACTIONS]),
-        no_action=" ".join(filter(None, no_action)),
-    )
+    actions = _actions([finding for finding in audit.findings if finding.severity == "error" or not errors])
+    texts = dict.fromkeys(place + remedy_text(remedy, audit.provenance) for place, remedy in actions)
+    no_action = ""
+    if not severe and not actions and audit.importance is not None:
+        no_action = cheapest_words(audit.importance, audit.heads, audit.states, audit.provenance)
+    return Verdict(sentence=" ".join(sentences), actions=tuple(texts)[:MOST_ACTIONS], no_action=no_action)
+
+
+def _actions(findings: Sequence[Finding]) -> list[tuple[str, Remedy]]:
+    """Return the first remedy of each code, the conditional ones last, and its place if it has no code.
+
+    All that can be compressed is compressed by one command, because a compressed model cannot be compressed.
+    """
+    actions: dict[str, tuple[str, Remedy]] = {}
+    for finding in findings:
+        remedy = finding.remedy
+        if remedy is not None and not remedy.no_action:
+            has_code = any(step.verb or step.code for step in (remedy, *remedy.then))
+            actions.setdefault(finding.code, ("" if has_code else f"{finding.place}: ", remedy))
+    compressing = {code: remedy for code, (_, remedy) in actions.items() if remedy.verb == "compress"}
+    for number, code in enumerate(compressing):
+        if number:
+            del actions[code]
+        else:
+            actions[code] = "", join_compressions([*compressing.values()])
+    return sorted(actions.values(), key=lambda action: bool(action[1].condition))
 
 
 def _healthy(audit: "Audit", noted: dict[str, list[Finding]], several: bool) -> str:
@@ -81,7 +86,7 @@ def _healthy(audit: "Audit", noted: dict[str, list[Finding]], several: bool) -> 
 
 
 def _listed(kinds: dict[str, list[Finding]], several: bool) -> str:
-    phrases = [_phrase(code, own, several) for code, own in kinds.items()]
+    phrases = [_phrase(code, findings, several) for code, findings in kinds.items()]
     more = f"; {len(phrases) - MOST_KINDS} more" if len(phrases) > MOST_KINDS else ""
     return "; ".join(phrases[:MOST_KINDS]) + more
 
@@ -91,11 +96,11 @@ def _phrase(code: str, findings: Sequence[Finding], several: bool) -> str:
     rule, where = FINDING_RULES[code], []
     if rule.about in ("model", "modules"):
         return rule.names
-    for stack, own in grouped(findings, lambda finding: finding.where.stack).items():
-        layers = [finding.where.layer for finding in own if finding.where.layer is not None]
+    for stack, in_stack in grouped(findings, lambda finding: finding.where.stack).items():
+        layers = [finding.where.layer for finding in in_stack if finding.where.layer is not None]
         words = number_words("layer", layers) if layers or not stack else "the input"
         if rule.about == "stack":
-            blocks = own[0].evidence.get("blocks", math.nan)
+            blocks = in_stack[0].evidence.get("blocks", math.nan)
             words = f"after {blocks:g} block{'' if blocks == 1 else 's'}"
         where.append(words + (f" of {stack}" if several and stack else ""))
     link = " " if rule.about == "stack" else " in "
@@ -111,14 +116,14 @@ def number_words(noun: str, numbers: Sequence[int | None]) -> str:
         >>> number_words("layer", [0, 2, 4, 6, 8])
         '5 layers, 0 to 8'
     """
-    known = sorted({number for number in numbers if number is not None})
-    if not known:
+    indices = sorted({number for number in numbers if number is not None})
+    if not indices:
         return "the model"
-    first, last = known[0], known[-1]
+    first, last = indices[0], indices[-1]
     if first == last:
         return f"{noun} {first}"
-    if known == [*range(first, last + 1)] and len(known) > 2:
+    if indices == [*range(first, last + 1)] and len(indices) > 2:
         return f"{noun}s {first} to {last}"
-    if len(known) > 4:
-        return f"{len(known)} {noun}s, {first} to {last}"
-    return f"{noun}s {', '.join(map(str, known))}"
+    if len(indices) > 4:
+        return f"{len(indices)} {noun}s, {first} to {last}"
+    return f"{noun}s {', '.join(map(str, indices))}"

@@ -2,7 +2,7 @@
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -135,11 +135,10 @@ def command(
     from rankwise.auditing.findings import check_codes
     from rankwise.cli import output
     from rankwise.cli.audit_job import AuditJob
-    from rankwise.cli.audit_many import audit_many, jobs_of, run_here
+    from rankwise.cli.audit_many import audit_many, jobs_of
     from rankwise.cli.load_data import check_data
     from rankwise.cli.load_model import check_loading, demo_model, demo_text
-    from rankwise.cli.ray_jobs import run_on_ray
-    from rankwise.cli.run_job import audit_one
+    from rankwise.cli.run_jobs import audit_one, run_here, run_on_ray
 
     models, is_demo = models or [], not models
     codes = check_codes(fail_on or [])
@@ -183,16 +182,11 @@ def command(
     cluster = dict.fromkeys(() if ray is None else ("device", "device_map", "offload_folder"))
     for model_job in jobs:
         check_loading(model_job.model, **model_job.loading | cluster)  # a cluster has other devices
+    if gpus is None:
+        gpus = float((device or "").startswith("cuda"))
+    on_ray = partial(run_on_ray, address=ray or None, cpus=1 if cpus is None else cpus, gpus=gpus)
     with output.show_progress() as say:
-        if ray is None:
-            runner = partial(run_here, say=say)
-        else:
-            default = float((device or "").startswith("cuda"))
-            reserved: dict[str, Any] = {
-                "cpus": 1 if cpus is None else cpus,
-                "gpus": default if gpus is None else gpus,
-            }
-            runner = partial(run_on_ray, address=ray or None, **reserved)
+        runner = partial(run_here, say=say) if ray is None else on_ray
         by_folder, error = audit_many(jobs, out, runner, resume=resume)
     output.exit_if_found(by_folder.values(), codes, error)
 

@@ -55,7 +55,7 @@ class AuditJob:
 
     @property
     def options(self) -> dict[str, str | None]:
-        """Options that differ from their defaults, with their values; None for a flag, which has no value."""
+        """Options that differ from their defaults, with their values; the value of a flag is None."""
         given = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "model"}
         defaults = {field.name: field.default for field in fields(self)}
         if importance := given.pop("importance"):
@@ -92,13 +92,13 @@ class AuditJob:
 
     @property
     def shard(self) -> Shard:
-        """Shard of the sequences that this job audits: all sequences, unless ``shards`` is K/N."""
+        """Shard that this job audits: shard K of N if ``shards`` is K/N, otherwise all sequences."""
         number, _, count = (self.shards or "").rpartition("/")
         return Shard(int(number) - 1, int(count)) if number else ALL
 
     @property
     def parts(self) -> list["AuditJob"]:
-        """Jobs of the single shards, or this job alone if its sequences are not split."""
+        """Jobs of the shards; if the sequences are not split, a list of this job."""
         if self.shards is None or "/" in self.shards:
             return [self]
         return [replace(self, shards=f"{number + 1}/{self.shards}") for number in range(int(self.shards))]
@@ -114,7 +114,7 @@ class AuditJob:
         return replace(self, model=name, revision=revision)
 
     def file_digests(self) -> dict[str, str]:
-        """Return digests of the local files that the job reads, by option; names on the Hub have none.
+        """Return digests of the local files that the job reads, by option; models on the Hub have no digest.
 
         Subfolders of models and tokenizers are ignored, because they may contain results.
         """

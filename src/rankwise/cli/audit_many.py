@@ -1,7 +1,7 @@
 """Audit several models: keep finished audits, write each new audit, then the history of all audits."""
 
 import sys
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from itertools import count
@@ -14,14 +14,10 @@ from rankwise.auditing import Audit, AuditError, History, sort_by_step
 from rankwise.cli.audit_job import AuditJob
 from rankwise.cli.load_model import split_factory
 from rankwise.cli.output import new_folder, print_results, write_report
-from rankwise.cli.run_job import Say, factory_digests, merge_shards, run_job
+from rankwise.cli.run_jobs import Result, Results, factory_digests, merge_shards
 from rankwise.errors import INTERRUPTED, InputError, RankwiseError, RecordError
 from rankwise.report import write_page
 from rankwise.report.comparison_report import history_document
-
-Result = tuple[AuditJob, Audit | RankwiseError]
-Results = Generator[Result, None, None]
-"""Generator of pairs (job, its audit or error), in the order in which jobs finish."""
 
 
 def jobs_of(job: AuditJob, models: Sequence[str]) -> list[AuditJob]:
@@ -48,15 +44,6 @@ def _absolute(name: str) -> str:
     return str(Path(name).resolve()) if Path(name).exists() else name
 
 
-def run_here(jobs: Sequence[AuditJob], say: Say = lambda step: None) -> Results:
-    """Run jobs one after the other in this process, and yield each job with its audit or error."""
-    for job in jobs:
-        try:
-            yield job, run_job(job, say)
-        except RankwiseError as error:
-            yield job, error
-
-
 def audit_many(
     jobs: Sequence[AuditJob], out: Path, runner: Callable[[Sequence[AuditJob]], Results], *, resume: bool
 ) -> tuple[dict[str, Audit], Exception | None]:
@@ -78,12 +65,12 @@ def audit_many(
     names |= _new_folders(pending, {*names.values(), *others})
     shards: dict[AuditJob, Audit] = {}
     for job in pending:
-        for shard in (part for part in job.parts if part != job):
+        for shard in (shard for shard in job.parts if shard != job):
             names[shard] = f"{names[job]}/shard-{(shard.shards or '').replace('/', '-of-')}"
             audit = _saved(out / names[shard] / "audit.json") if resume else None
             if audit is not None and _find(shard, {names[shard]: audit}):
                 shards[shard] = audit
-    tasks = [part for job in pending for part in job.parts if part not in shards]
+    tasks = [task for job in pending for task in job.parts if task not in shards]
     partial: dict[str, Audit] = {}
     failures: dict[AuditJob, RankwiseError] = {}
     interrupted = False
@@ -145,7 +132,7 @@ def _with_merged(
 
 
 def _saved(path: Path) -> Audit | None:
-    """Return a saved audit; None if there is none, or, with a message, if the file cannot be read."""
+    """Return a saved audit. Return None if the file is missing; also, after a message, if it is damaged."""
     try:
         return Audit.load(path) if path.exists() else None
     except (InputError, RecordError) as error:
@@ -154,7 +141,7 @@ def _saved(path: Path) -> Audit | None:
 
 
 def _find(job: AuditJob, saved: Mapping[str, Audit]) -> str:
-    """Return the folder of a job's finished audit; otherwise "", and print why other audits do not count."""
+    """Return the folder of a job's finished audit; otherwise "", after printing why others are repeated."""
     digests = job.file_digests()
     for folder, audit in saved.items():
         about, before = audit.provenance, audit.provenance.file_digests

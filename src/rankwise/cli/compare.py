@@ -43,9 +43,9 @@ def command(
 
     loaded = _load(audits)
     two, paths = len(loaded) == 2, [path for path, _ in loaded]
-    known = (".html", ".json") if two else (".html", ".csv")
+    endings = (".html", ".json") if two else (".html", ".csv")
     for path in out or []:
-        one_of(f"ending of --out {path}", path.suffix, known)
+        one_of(f"ending of --out {path}", path.suffix, endings)
         if is_of_audit(path) or path.resolve() in [audit.resolve() for audit in paths]:
             expected, got = "a file that does not belong to an audit", "one of an audit"
             raise InputError(f"--out {path}", expected=expected, got=got, fix="Choose another name.")

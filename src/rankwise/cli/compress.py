@@ -6,7 +6,7 @@ import shutil
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -14,9 +14,6 @@ from rankwise._internals.files import check_unused
 from rankwise.cli import options
 from rankwise.compression import DEFAULT_PARTS, PARTS
 from rankwise.errors import INTERRUPTED, CompressionError, InputError
-
-if TYPE_CHECKING:
-    from torch import nn
 
 SENTENCE_FILES = ("modules.json", "config_sentence_transformers.json", "sentence_bert_config.json")
 """Files of sentence-transformers: the list of modules after the model, and how texts are read."""
@@ -87,7 +84,7 @@ def command(
     from rankwise.compression.run import compress, part_targets
     from rankwise.compression.save import RECORD, loading_line, save_compressed, structure_of
     from rankwise.report.compression_report import compression_document
-    from rankwise.skips.store import FACTS, NUMBERS
+    from rankwise.skips.save import FACTS, NUMBERS
 
     shares, tolerances = _target("--keep", keep), _target("--tolerance", tolerance)
     names = None if parts is None else [name.strip() for name in parts.split(",") if name.strip()]
@@ -149,28 +146,6 @@ def command(
         output.print_results(compression_document(record), written)
         if not record.complete:
             raise typer.Exit(INTERRUPTED)
-
-
-def refusal(model: "nn.Module", batch: Any, parts: str) -> str:
-    """Return why this command refuses the parts of a model; an empty string if it changes some layers."""
-    from rankwise.compression.heads_find import NOT_FEWER
-    from rankwise.compression.save import check_saveable, structure_of
-    from rankwise.compression.trials import find_part
-    from rankwise.skips import skips_of
-
-    if skips_of(model):
-        return "it has λ-skips"
-    if structure_of(model).changes:
-        return "it is compressed already"
-    reason = ""
-    try:
-        check_saveable(model)
-        for part in parts.split(","):
-            find_part(part, model, batch)
-    except CompressionError as error:  # the command reports it in the same words
-        reason, short, _ = error.got.partition(NOT_FEWER)
-        reason += short
-    return reason
 
 
 def _target(option: str, values: list[str] | None) -> float | dict[str, float] | None:

@@ -22,7 +22,7 @@ GZIP = b"\x1f\x8b"
 READERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 """Endings of data files, and the reader of `datasets` for each ending."""
 TOKENIZER_FILE = re.compile(r"tok|vocab|merges|spiece|sentencepiece|spm|bpe|tekken|dict")
-"""Part of the name of each file that tokenizers of transformers read."""
+"""Names of files that tokenizers of transformers read contain one of these words."""
 DRIVE = re.compile(r"^[A-Za-z]:[\\/]")
 
 
@@ -37,9 +37,9 @@ class LoadedData:
 
 
 def check_data(models: Sequence[str], **given: Path | str | None) -> None:
-    """Raise `InputError` unless the models have data, by one option, which can be read.
+    """Raise `InputError` unless exactly one option names data, and the data can be read.
 
-    Only factories can do without, because they can return batches. Each option is named as its argument.
+    Factories need no option, because they can return batches. Arguments have the names of the options.
     """
     options = {f"--{name.replace('_', '-')}": value for name, value in given.items()}
     named = [option for option, value in options.items() if value is not None]
@@ -63,7 +63,7 @@ def load_data(
     batch_size: int = 4,
     shard: Shard = ALL,
 ) -> LoadedData:
-    """Return a text, images or a data set, or a factory's own batches, in the form that the model reads."""
+    """Return batches for a model: of a text, of images, of a data set, or those that a factory returned."""
     sees, reads = loaded.input_name == "pixel_values", loaded.input_name
     fix = "Pass --images DIR." if sees else "Pass --text FILE."
     if text is None and images is None and dataset is None:
@@ -310,16 +310,16 @@ def _open_dataset(name: str, config: str, split: str) -> Any:
 
 
 def _preferred_split(names: Iterable[str]) -> str:
-    known = list(names)
-    return next((name for name in ("validation", "test", "train") if name in known), known[0])
+    splits = list(names)
+    return next((name for name in ("validation", "test", "train") if name in splits), splits[0])
 
 
 def split_held_out(batches: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Return copies of the sequences 0, 2, 4, … and 1, 3, 5, … of each batch: both cover all of the text."""
+    """Return copies of the sequences 0, 2, 4, … and of the sequences 1, 3, 5, … of each batch."""
 
     def half(batch: Any, first: int) -> Any:
         size = batch_size(batch)
         return map_tensors(batch, lambda x: (x[first::2] if x.dim() and len(x) == size else x).clone())
 
-    own, others = ([half(x, first) for x in batches if batch_size(x) > first] for first in (0, 1))
-    return own, others
+    kept, held_out = ([half(x, first) for x in batches if batch_size(x) > first] for first in (0, 1))
+    return kept, held_out

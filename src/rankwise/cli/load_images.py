@@ -52,7 +52,7 @@ def find_images(folder: str | Path) -> list[Path]:
     if not folder.is_dir():
         raise InputError(str(folder), expected=expected, got="no such folder", fix="Check the path.")
     files = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
-    shown = [path for path in files if not any(part.startswith(".") for part in path.parts)]
+    shown = [path for path in files if not any(name.startswith(".") for name in path.parts)]
     images = sorted(folder / path for path in shown if path.suffix.lower() in SUFFIXES)
     if not images:
         fix = f"Pass a folder with files that end in {', '.join(SUFFIXES)}."
@@ -145,9 +145,9 @@ def plain_processor(settings: dict[str, Any], channels: int = 3) -> ImageProcess
         height, width = size if isinstance(size, list | tuple) else (size, size)
         size = {"height": height, "width": width}
     if not (size.get("shortest_edge") or (size.get("height") and size.get("width"))):
-        known = 'a number, {"height": …, "width": …} or {"shortest_edge": …}'
+        forms = 'a number, {"height": …, "width": …} or {"shortest_edge": …}'
         subject, fix = "size in preprocessor_config.json", "Install torchvision for this model."
-        raise InputError(subject, expected=known, got=repr(settings["size"]), fix=fix)
+        raise InputError(subject, expected=forms, got=repr(settings["size"]), fix=fix)
     kept = ("crop_size", "do_resize", "do_rescale", "rescale_factor", "do_normalize")
     return CLIPImageProcessorPil(
         size=size,

@@ -16,7 +16,7 @@ from torch import nn
 from rankwise._internals.files import writable_folder
 from rankwise.cli.output import quiet_libraries
 from rankwise.errors import InputError, did_you_mean, first_line, instance_of, need_package, one_of
-from rankwise.skips import apply_saved_skips
+from rankwise.skips import load_skips
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "float64")}
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -61,11 +61,11 @@ class LoadedModel:
     random_weights: tuple[str, ...] = ()
     """Names of weights that are not in the checkpoint, and therefore random at each start."""
     random_blocks: list[str] = field(default_factory=list)
-    """Those of them that are in blocks or embeddings."""
+    """Names in ``random_weights`` that belong to blocks or embeddings."""
     is_part: bool = False
-    """True if the rest of the model was left out, as commands cannot do."""
+    """True if the model is a part of the named model, which no option of a command selects."""
     use_cache: bool | None = None
-    """Setting of the checkpoint; `load_model` turns the cache off."""
+    """Value of ``use_cache`` in the checkpoint; `load_model` turns the cache off."""
 
     @property
     def input_name(self) -> str:
@@ -81,13 +81,13 @@ class LoadedModel:
     def part_for(self, kind: Literal["text", "vision"]) -> "LoadedModel":
         """Return the part that reads texts or images of a model that needs both, such as CLIP."""
         name = f"{kind}_model"
-        if not self.source or not all(hasattr(self.model, part) for part in ("text_model", "vision_model")):
+        if not self.source or not all(hasattr(self.model, tower) for tower in ("text_model", "vision_model")):
             return self
         note = f"only {name} of {type(self.model).__name__} was audited: the part that reads this data"
         missing = tuple(weight.removeprefix(f"{name}.") for weight in self.random_weights)
-        part = self.model.get_submodule(name)
+        tower = self.model.get_submodule(name)
         notes = [*self.notes, note]
-        return replace(self, model=part, notes=notes, random_weights=missing, is_part=True)
+        return replace(self, model=tower, notes=notes, random_weights=missing, is_part=True)
 
 
 def load_model(
@@ -125,7 +125,7 @@ def load_model(
         fix = "Use --device cpu, or --dtype bfloat16 to halve its size."
         got = first_line(error)
         raise InputError(f"--device {device}", expected="a device for the model", got=got, fix=fix) from error
-    if loaded.source and (skips := apply_saved_skips(loaded.model, loaded.source)) is not None:
+    if loaded.source and (skips := load_skips(loaded.model, loaded.source, missing_ok=True)):
         loaded.notes.append(f"with the {len(skips)} λ-skips saved next to the model")
     return loaded
 
@@ -164,8 +164,8 @@ def _from_factory(path: Path, name: str) -> LoadedModel:
     try:
         module_spec.loader.exec_module(module)
         if not callable(factory := getattr(module, name, None)):
-            known = [key for key, value in vars(module).items() if callable(value) and key[0] != "_"]
-            fix = did_you_mean(name, known)
+            functions = [key for key, value in vars(module).items() if callable(value) and key[0] != "_"]
+            fix = did_you_mean(name, functions)
             raise InputError(subject, expected="a function of that name", got="none", fix=fix)
         result = factory()
     except InputError:
@@ -205,11 +205,6 @@ def _from_transformers(
         model, loading = kind.from_pretrained(spec, **options, **placement)
     except Exception as error:  # transformers raises OSError, ValueError, SafetensorError, KeyError, …
         got, fix = f"{type(error).__name__}: {first_line(error)}", _loading_fix(spec, str(error))
-        if "ignore_mismatched_sizes" in str(error):  # transformers logs the shapes, but does not raise them
-            _, loading = kind.from_pretrained(spec, ignore_mismatched_sizes=True, **options, **placement)
-            name, held, wanted = min(loading["mismatched_keys"])
-            got = f"{name} of shape {tuple(held)}, which is {tuple(wanted)} by config.json"
-            fix = "Set the sizes in config.json to those of the weights."
         raise InputError(f"model {spec}", expected=MODELS, got=got, fix=fix) from error
     if save.structure_of(model).changes:
         save.check_complete(f"model {spec}", loading["missing_keys"])
@@ -231,9 +226,9 @@ def _from_transformers(
 def _missing_in_blocks(
     subject: str, model: nn.Module, missing: Sequence[str], extra: Iterable[str]
 ) -> list[str]:
-    """Return the weights of blocks and embeddings that a checkpoint lacks, with a warning if there are any.
+    """Return the weights of blocks and embeddings that a checkpoint lacks; print a warning if there are any.
 
-    The output layer of a language model is an embedding, too; another new head is no reason for a warning.
+    The output layer of a language model counts as an embedding. A new classifier causes no warning.
 
     Raise `InputError` if the checkpoint has none of the weights of the model.
     """
@@ -242,7 +237,7 @@ def _missing_in_blocks(
     if not missing:
         return []
     name, kind = max(missing, key=len), type(model).__name__
-    if {own for own, _ in model.named_parameters()} <= set(missing):
+    if {weight for weight, _ in model.named_parameters()} <= set(missing):
         prefix = next((key.removesuffix(name) for key in extra if key.endswith(f".{name}")), "")
         got, fix = "none of them", "Check `architectures` in config.json."
         if prefix:
@@ -250,9 +245,9 @@ def _missing_in_blocks(
         raise InputError(subject, expected=f"weights of {kind}, such as {name}", got=got, fix=fix)
     blocks = tuple(f"{block}." for block, rank in block_ranks(model, None).items() if rank < 2)
     output = model.get_output_embeddings()  # type: ignore[operator]
-    for own, module in model.named_modules():
+    for path, module in model.named_modules():
         if isinstance(module, nn.Embedding) or module is output:
-            blocks += (f"{own}.",)
+            blocks += (f"{path}.",)
     if inside := [weight for weight in missing if weight.startswith(blocks)]:
         said = f"{len(inside)} weights of blocks or embeddings are not in the checkpoint and random, such as "
         print(f"rankwise: warning: {subject}: {said}{inside[0]}", file=sys.stderr)
@@ -316,13 +311,7 @@ def _placement(
             raise InputError(option, expected=example, got=str(error), fix=fix) from error
     elif not device_map.startswith(("cpu", "cuda", "mps", "xpu", "npu", "hpu")):
         one_of("--device-map", device_map, DEVICE_MAPS)
-    devices = set(chosen.values()) if isinstance(chosen, dict) else {chosen}.difference(DEVICE_MAPS)
-    for name in devices - {"disk"}:
-        check_device(f"cuda:{name}" if isinstance(name, int) else str(name), "--device-map")
     if offload_folder is None:
-        if "disk" in devices:
-            expected = "--offload-folder for the weights on the disk"
-            raise InputError(option, expected=expected, got="none", fix="Pass a folder.")
         return {"device_map": chosen}
     writable_folder(offload_folder, "--offload-folder")
     return {"device_map": chosen, "offload_folder": str(offload_folder)}

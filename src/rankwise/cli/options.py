@@ -45,7 +45,7 @@ BARE = {
     "--importance": ("auto", "auto|estimate|exact|none"),
     "--ray": ("", r"auto|local|ray://\S+|[^\s/]+:\d+"),
 }
-"""Options whose value is optional: (value if none is given, regular expression of valid values)."""
+"""Options whose value is optional: (default value, regular expression of valid values)."""
 
 
 class OptionalValues(TyperCommand):

@@ -65,12 +65,12 @@ def check_no_audit(out: Path, *, several: bool | None = None) -> None:
 
 
 def exit_if_found(audits: "Iterable[Audit]", codes: Iterable[str], error: Exception | None = None) -> None:
-    """Leave with the status of --fail-on if an audit has a finding of these codes; else raise the error."""
-    found = sorted({finding.code for audit in audits for finding in audit.findings} & set(codes))
-    if found:
+    """Exit with status `FOUND` if an audit has a finding of these codes; otherwise raise the error."""
+    failing = sorted({finding.code for audit in audits for finding in audit.findings} & set(codes))
+    if failing:
         if isinstance(error, RankwiseError):
             print(f"rankwise: {error}", file=sys.stderr)
-        print(f"rankwise: found {', '.join(found)} (--fail-on)", file=sys.stderr)
+        print(f"rankwise: found {', '.join(failing)} (--fail-on)", file=sys.stderr)
         raise typer.Exit(FOUND)
     if error is not None:
         raise error

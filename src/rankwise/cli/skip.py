@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 HELP = """Add λ-skips to a model: the skip connection around every mixer becomes λ·x.
 
-With --learn-on, only λ is fitted and all other weights are frozen. The folder of --out holds the model with
+With --fit-on, only λ is fitted and all other weights are frozen. The folder of --out holds the model with
 its own weights (in the type of --dtype), and skips.json and skips.safetensors, which `rankwise audit` reads.
 Ctrl-C ends the fit and writes the λ of its last finished step.
 
@@ -29,9 +29,9 @@ The batches need labels, or the factory's file must define loss(model, batch).
 
 [bold]Examples[/bold]
 
-  rankwise skip gpt2 --init 1 --learn-on book.txt --steps 100 --out gpt2-skips
+  rankwise skip gpt2 --fit-on book.txt --steps 100 --out gpt2-skips
   rankwise skip gpt2-skips --text book.txt --certify
-  rankwise skip ./my-bert --init 2 --sites "bert.encoder.layer.[89]" --text book.txt --out my-bert-2
+  rankwise skip ./my-bert --lambda 2 --sites "bert.encoder.layer.[89]" --text book.txt --out my-bert-2
   rankwise skip model.py:build --try-steps 100 --alternative model.py:build_pre_norm
 """
 CERTIFICATE = ("certificate.json", "certificate.html")
@@ -40,9 +40,10 @@ CERTIFICATE = ("certificate.json", "certificate.html")
 def command(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Hugging Face name, folder or factory.")],
     init: Annotated[
-        float | None, typer.Option(help="Start from this λ: by default 1 for new λ-skips, else the saved λ.")
+        float | None,
+        typer.Option("--lambda", help="Start from this λ: by default 1 for new λ-skips, else the saved λ."),
     ] = None,
-    learn_on: Annotated[
+    fit_on: Annotated[
         Path | None, typer.Option(help="Fit λ on this text; every fifth sequence is held out for the report.")
     ] = None,
     steps: Annotated[int, typer.Option(min=0, help="Fit λ for this number of steps.")] = 50,
@@ -50,7 +51,7 @@ def command(
         float | None, typer.Option(help="Learning rate: by default 0.02 for λ, 0.0003 for --try-steps.")
     ] = None,
     try_steps: Annotated[
-        int, typer.Option(min=0, help="Train with λ = 2, 4, 8, 16 (or --init) for this number of steps.")
+        int, typer.Option(min=0, help="Train with λ = 2, 4, 8, 16 (or --lambda) for this number of steps.")
     ] = 0,
     alternative: Annotated[
         list[str] | None, typer.Option(help="Train this model as well; can be repeated.")
@@ -66,7 +67,9 @@ def command(
     certify: Annotated[
         bool, typer.Option("--certify", help="Show how much absolute token spread μ each λ provably keeps.")
     ] = False,
-    share: Annotated[float, typer.Option("--a", help="Fraction of μ² that each layer should keep.")] = 0.5,
+    keep_spread: Annotated[
+        float | None, typer.Option(help="Share of μ that each layer should keep: by default √½ = 0.71.")
+    ] = None,
     tokens: options.Tokens = 128,
     sequences: options.Sequences = 40,
     batch_size: options.BatchSize = 4,
@@ -87,62 +90,56 @@ def command(
         choose_lambda,
         fit_skips,
         load_skips,
-        mean_loss,
         skips_of,
         spread_by_layer,
     )
     from rankwise.skips.add import check_lambda
-    from rankwise.skips.certify import check_share
-    from rankwise.skips.fit import RATE, loss_of
-    from rankwise.skips.store import fit_notes
+    from rankwise.skips.certify import KEEP_SPREAD
+    from rankwise.skips.fit import RATE, fitting_loss
+    from rankwise.skips.save import fit_notes
 
     lr = (0.0003 if try_steps else 0.02) if lr is None else lr
     in_range("--lr", lr, "(0, inf)", fix=RATE)
-    check_share(share)
+    keep_spread = in_range("--keep-spread", KEEP_SPREAD if keep_spread is None else keep_spread, "(0, 1)")
     if per is not None:
         one_of("--per", per, ("layer", "channel"))
-    others = {
-        "--out": out,
-        "--certify": certify,
-        "--sites": sites,
-        "--per": per,
-        "--alternative": alternative,
-    }
-    given = [name for name, value in others.items() if value and not (try_steps and name == "--alternative")]
+    other = {"--out": out, "--certify": certify, "--sites": sites, "--per": per, "--alternative": alternative}
+    given = [name for name, value in other.items() if value and not (try_steps and name == "--alternative")]
     if given if try_steps else "--alternative" in given or not (out or certify):
         expected = "--out DIR, --certify, or both; or --try-steps N, which can have --alternative"
-        got = " and ".join([*["--try-steps"] * bool(try_steps), *given]) or "neither"
+        got = " and ".join(["--try-steps", *given] if try_steps else given) or "neither"
         raise InputError("what to do", expected=expected, got=got, fix="Change the options.")
     # a folder that this command wrote for the model may be written again
-    saved = {} if out is None or out.resolve() == Path(model).resolve() else fit_notes(out)
-    if out is not None and saved.get("model") != model:
-        old = ", or delete the folder: an earlier version wrote it, which did not name the model"
-        check_unused(out, fix=f"Choose another name{old * bool(saved and 'model' not in saved)}.")
+    if out is not None and (out.resolve() == Path(model).resolve() or fit_notes(out).get("model") != model):
+        check_unused(out, fix="Choose another name.")
     if init is not None:
-        check_lambda("--init", init)
-    check_data([model], text=text, learn_on=learn_on, dataset=dataset)
+        check_lambda("--lambda", init)
+    check_data([model], text=text, fit_on=fit_on, dataset=dataset)
     with nullcontext() if out is None else output.new_folder(out):
         load = partial(
             load_model, revision=revision, dtype=dtype, device=device, trust_remote_code=trust_remote_code
         )
         loaded = load(model)
         inputs = load_data(
-            loaded, text=learn_on or text, dataset=dataset, tokens=tokens, sequences=sequences,
-            batch_size=1 if learn_on else batch_size,
+            loaded, text=fit_on or text, dataset=dataset, tokens=tokens, sequences=sequences,
+            batch_size=1 if fit_on else batch_size,
         )  # fmt: skip
         is_masked = type(loaded.model).__name__.endswith("ForMaskedLM")
         mask = inputs.tokenizer.mask_token_id if is_masked and loaded.source else None
         if try_steps:
-            lost = loaded.loss if mask is None else partial(loss_of, mask_token=mask)
-            _try(load, [model, *(alternative or ())], lost, inputs, init, try_steps, lr)
+            loss_of: Any = loaded.loss
+            if loss_of is None and mask is not None:
+                loss_of = fitting_loss(loaded.model, inputs.batches, mask)[0]
+            _try(load, [model, *(alternative or ())], loss_of, inputs, init, try_steps, lr)
             return
-        learning, held = split_batches(inputs, loaded, learn=learn_on is not None, batch_size=batch_size)
+        learning, held = split_batches(inputs, loaded, learn=fit_on is not None, batch_size=batch_size)
         skips, scales = _add_skips(loaded, init, per, sites, example=None if loaded.source else held[0])
         report: dict[str, Any] = {"command": output.command_line(), "data": inputs.data, "model": model}
         report["collapse"] = [spread_by_layer(loaded.model, held)]
         notes, complete = [*loaded.notes, *skips.notes], True
-        if learn_on is not None:
-            before = mean_loss(loaded.model, held, mask)
+        if fit_on is not None:
+            loss_of, targets = fitting_loss(loaded.model, held, mask)
+            before = loss_of.mean(loaded.model, targets)
             with output.show_progress("fitting λ", steps) as show:
 
                 def update(step: int, loss: float) -> None:
@@ -151,8 +148,8 @@ def command(
                 fit = fit_skips(loaded.model, learning, steps, lr, mask, update)
             report["scales"], complete = fit.scales, len(fit.losses) == steps
             try:
-                loss, spread = mean_loss(loaded.model, held, mask), spread_by_layer(loaded.model, held)
-                report["loss"] = [before, loss]
+                spread = spread_by_layer(loaded.model, held)
+                report["loss"] = [before, loss_of.mean(loaded.model, targets)]
                 report["collapse"].append(spread)
             except KeyboardInterrupt:  # the fitted λ are written without these numbers
                 complete = False
@@ -170,7 +167,7 @@ def command(
         return
     if out is not None and not skips_of(loaded.model):  # saving the model removed them
         load_skips(loaded.model, out)
-    certificate = certify_skip(loaded.model, held[0], share)
+    certificate = certify_skip(loaded.model, held[0], keep_spread)
     choices = [choose_lambda(loaded.model, held[0], stack) for stack in report["collapse"][0]]
     document = certificate_document(certificate, choices)
     output.print_results(document)
@@ -221,14 +218,14 @@ def split_batches(
     if len(batches) < 2:
         expected = "two sequences or more: one to learn from, one to measure on"
         fix = "Pass a longer text, or fewer --tokens."
-        raise InputError("--learn-on", expected=expected, got=f"{len(batches)}", fix=fix)
+        raise InputError("--fit-on", expected=expected, got=f"{len(batches)}", fix=fix)
     held = batches[::5]
-    rest = [batch for at, batch in enumerate(batches) if at % 5]
+    rest = [batch for i, batch in enumerate(batches) if i % 5]
     if len({batch["input_ids"].shape for batch in rest}) > 1:  # unequal sequences cannot be joined
         return rest, held
     joined = [
-        {name: torch.cat([sequence[name] for sequence in rest[at : at + batch_size]]) for name in rest[0]}
-        for at in range(0, len(rest), batch_size)
+        {name: torch.cat([sequence[name] for sequence in rest[i : i + batch_size]]) for name in rest[0]}
+        for i in range(0, len(rest), batch_size)
     ]
     return joined, held
 
@@ -241,7 +238,7 @@ def _add_skips(
     λ is a mean over channels, before and after it is set to `init`; without a λ-skip it was 1.
     """
     from rankwise.skips import add_lambda_skip, skips_of
-    from rankwise.skips.add import match_sites
+    from rankwise.skips.add import match_places
 
     skips = skips_of(loaded.model) or None
     kind: Any = per or "layer"
@@ -254,7 +251,7 @@ def _add_skips(
     if skips is None or sites is not None:
         skips = add_lambda_skip(loaded.model, per=kind, sites=sites, example=example, exist_ok=bool(skips))
     scales = {name: [float(value.detach().mean())] * 2 for name, value in skips.items()}
-    chosen = {site.name for site in match_sites(list(skips.sites.values()), sites)}
+    chosen = {place.name for place in match_places(list(skips.places.values()), sites)}
     for name, parameter in skips.items():
         parameter.requires_grad_(name in chosen)
         if init is not None and name in chosen:

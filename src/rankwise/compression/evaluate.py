@@ -29,8 +29,8 @@ from rankwise._internals.torch_private import preserve_state
 from rankwise.compression.trials import output_and_mask, relative_error
 from rankwise.errors import first_line
 from rankwise.importance import ImportanceSettings
-from rankwise.importance.choose_loss import choose_loss
-from rankwise.importance.losses import IGNORE_INDEX, LabelLoss, Loss, LossBatch, logits_of, real_outputs
+from rankwise.importance.loss_choice import choose_loss
+from rankwise.importance.losses import IGNORE_INDEX, LabelLoss, logits_of, real_outputs
 from rankwise.tracing import CapturedMixer, CapturedState, capture
 
 SEQUENCES = 16
@@ -197,36 +197,25 @@ def measure_task(model: nn.Module, batches: list[Any]) -> dict[str, Any]:
 
     The loss is the loss of `rankwise.importance`. Numbers are NaN if the model predicts neither.
     """
-    total = count = correct = labelled = 0.0
+    total, count, correct, labelled = 0.0, 0.0, 0, 0
     metric = ""
-    inputs = [drop_unused_labels(model, batch)[0] for batch in batches]
-    given = [
-        LossBatch(x, batch, number) for number, (x, batch) in enumerate(zip(inputs, batches, strict=True))
-    ]
-    loss: Loss | None = None
-    for batch in given:
+    with torch.no_grad():
+        first = run_model(model, drop_unused_labels(model, batches[0])[0])
+    loss, prepared = choose_loss(model, batches, first, ImportanceSettings())
+    for batch in [] if loss.compares_outputs else prepared:
         with torch.no_grad():
             output = run_model(model, batch.batch)
-            if loss is None:
-                loss = choose_loss(model, batch, output, ImportanceSettings())
-                if loss.compares_outputs:
-                    break
-                loss.check(given, output)
             losses = loss.read(output, batch)
         total, count = total + float(losses.total.sum()), count + float(losses.count.sum())
         if isinstance(loss, LabelLoss) and loss.given is not None and loss.given(batch) is not None:
-            labels = loss.labels(batch)
+            labels, best = loss.labels(batch), logits_of(output).argmax(-1)
             assert labels is not None
-            predicted = logits_of(output).argmax(-1)[:, : labels.shape[1]] if labels.dim() > 1 else None
-            predicted = logits_of(output).argmax(-1) if predicted is None else predicted
+            best = best[:, : labels.shape[1]] if labels.dim() > 1 else best
             real = labels != IGNORE_INDEX
-            correct, labelled = correct + int((predicted == labels)[real].sum()), labelled + int(real.sum())
+            correct, labelled = correct + int((best == labels)[real].sum()), labelled + int(real.sum())
             metric = "accuracy" if labels.dim() == 1 else "token accuracy"
-    return {
-        "loss": total / count if count else math.nan,
-        "accuracy": correct / labelled if labelled else math.nan,
-        "metric": metric,
-    }
+    mean_loss, accuracy = (x / n if n else math.nan for x, n in ((total, count), (correct, labelled)))
+    return {"loss": mean_loss, "accuracy": accuracy, "metric": metric}
 
 
 # --- time ------------------------------------------------------------------------------------------------

@@ -44,6 +44,7 @@ NAMES = {
     "group": ("num_key_value_groups", "num_groups", "n_rep"),
     "width": (
         "all_head_size",
+        "head_size",
         "embed_dim",
         "embedding_dim",
         "hidden_dim",
@@ -98,12 +99,13 @@ class HeadProjections:
     def without(self, units: set[int], module: nn.Module) -> RemovedHeads:
         """Return the record of the layer without some units; `module` is the layer before its change."""
         kept = [unit for unit in range(self.units) if unit not in units]
-        query = [unit * self.group + at for unit in kept for at in range(self.group)]
+        query = [unit * self.group + member for unit in kept for member in range(self.group)]
         shared = self.value_heads == 1  # a shared key head stays while a query head remains
         values = ([0] if kept else []) if shared else kept
         cuts = [self._cut(name, set(query), set(values)) for name in self.inputs]
-        runs = runs_of([head * self.value_width + at for head in query for at in range(self.value_width)])
-        size, slot = self.heads * self.value_width, 0 if kept else self.value_width
+        width = self.value_width
+        runs = runs_of([head * width + channel for head in query for channel in range(width)])
+        size, slot = self.heads * width, 0 if kept else width
         cuts.append(CutLinear(module=self.output, side="in", size=size, runs=runs, slot=slot))
         sizes, config = self._sizes(module, len(query) or 1, len(values) or 1)
         return RemovedHeads(module=self.name, cuts=cuts, sizes=sizes, config=config)
@@ -113,9 +115,9 @@ class HeadProjections:
         removed = {
             channel
             for channels, of_queries in blocks
-            for head, own in enumerate(channels.tolist())
+            for head, each in enumerate(channels.tolist())
             if head not in (query if of_queries else values)
-            for channel in own
+            for channel in each
         }
         left = [channel for channel in range(size) if channel not in removed]
         slot = 0 if left else sum(channels.shape[1] for channels, _ in blocks)
@@ -179,12 +181,12 @@ def difference(model: nn.Module, layers: list[HeadProjections], plan: Plan, batc
             got = _read(model, layers, batch)
         bound = torch.finfo(got[""].dtype).eps ** 0.5
         for layer in layers:
-            own, kept = got[layer.name], expected[layer.name]
+            heads, kept = got[layer.name], expected[layer.name]
             left = [unit for unit in range(layer.units) if unit not in plan.get(layer.name, ())]
-            kept = kept.unflatten(-1, (layer.units, -1))[..., left, :].flatten(-2) if left else own * 0
-            if own.shape != kept.shape or not bool(own.isfinite().all()):
-                return f"its heads return {tuple(own.shape)} instead of {tuple(kept.shape)}"
-            if relative_error(own, kept) > bound:
+            kept = kept.unflatten(-1, (layer.units, -1))[..., left, :].flatten(-2) if left else heads * 0
+            if heads.shape != kept.shape or not bool(heads.isfinite().all()):
+                return f"its heads return {tuple(heads.shape)} instead of {tuple(kept.shape)}"
+            if relative_error(heads, kept) > bound:
                 return "the remaining heads return something else"
         for how, run in {"": main_output, **_other_ways(model, batch)}.items():
             with zeroed(model, layers, plan):
@@ -211,14 +213,14 @@ def _other_ways(model: nn.Module, batch: Any) -> dict[str, Callable[[nn.Module, 
 
     def eager(model: nn.Module, batch: Any) -> Tensor:
         inner = pretrained_models(model)
-        usual = [config_value(own, "_attn_implementation") for own in inner]
+        usual = [config_value(inner_model, "_attn_implementation") for inner_model in inner]
         try:
-            for own in inner:
-                own.set_attn_implementation("eager")
+            for inner_model in inner:
+                inner_model.set_attn_implementation("eager")
             return main_output(model, batch)
         finally:
-            for own, name in zip(inner, usual, strict=True):
-                own.set_attn_implementation(name)
+            for inner_model, name in zip(inner, usual, strict=True):
+                inner_model.set_attn_implementation(name)
 
     ways[" in eager attention"] = eager
     return {how: run for how, run in ways.items() if _runs(run, model, batch)}
@@ -232,9 +234,9 @@ def _runs(run: Callable[[nn.Module, Any], Tensor], model: nn.Module, batch: Any)
 
 
 def removal(model: nn.Module, layers: list[HeadProjections], plan: Plan) -> Change:
-    """Build the removal of units."""
-    some = [layer for layer in layers if plan.get(layer.name)]
-    return build(model, *(own.without(plan[own.name], model.get_submodule(own.name)) for own in some))
+    """Return the `Change` that removes the planned units (groups of heads) from their layers."""
+    cut = [layer for layer in layers if plan.get(layer.name)]
+    return build(model, *(layer.without(plan[layer.name], model.get_submodule(layer.name)) for layer in cut))
 
 
 def zeroed(model: nn.Module, layers: list[HeadProjections], plan: Plan) -> Change:
@@ -242,7 +244,8 @@ def zeroed(model: nn.Module, layers: list[HeadProjections], plan: Plan) -> Chang
     hooks = []
     for layer in layers:
         width = layer.group * layer.value_width
-        channels = [unit * width + at for unit in sorted(plan.get(layer.name, ())) for at in range(width)]
+        units = sorted(plan.get(layer.name, ()))
+        channels = [unit * width + channel for unit in units for channel in range(width)]
         if channels:
             hooks.append(AddedHook(layer.output, "before", partial(_set_zero, channels)))
     return Change(model, hooks=hooks)
@@ -267,9 +270,9 @@ def _read(model: nn.Module, layers: list[HeadProjections], batch: Any) -> dict[s
 def find_head_projections(model: nn.Module, batch: Any) -> tuple[list[HeadProjections], dict[str, str]]:
     """Return the linear layers around the heads of each layer, and why each other layer is left out."""
     seen = observe(model, batch)
-    found = {name: _layer(seen.projections(name)) for name in seen.mixers}
-    layers = [layer for layer in found.values() if isinstance(layer, HeadProjections)]
-    return layers, {name: reason for name, reason in found.items() if isinstance(reason, str)}
+    results = {name: _layer(seen.projections(name)) for name in seen.mixers}
+    layers = [layer for layer in results.values() if isinstance(layer, HeadProjections)]
+    return layers, {name: reason for name, reason in results.items() if isinstance(reason, str)}
 
 
 def _layer(near: MixerProjections) -> HeadProjections | str:

@@ -68,7 +68,7 @@ class EmptyLinear(ReplacedLinear):
 
 
 class LayerConfig:
-    """Configuration for one layer: some fields of its own, all others from the model's configuration."""
+    """Configuration of one layer: it has some fields itself, and reads all others from the model's."""
 
     def __init__(self, config: Any, fields: dict[str, int]) -> None:
         self._of_model = config
@@ -87,9 +87,11 @@ def build(model: nn.Module, *changes: RemovedHeads) -> Change:
     for change in changes:
         for cut in change.cuts:
             modules[cut.module] = cut_linear(modules.get(cut.module, find_module(model, cut.module)), cut)
-        own = attributes[change.module] = {**change.sizes, RECORD: change}
+        attributes[change.module] = {**change.sizes, RECORD: change}
         if change.config:
-            own["config"] = LayerConfig(find_module(model, change.module).config, change.config)
+            attributes[change.module]["config"] = LayerConfig(
+                find_module(model, change.module).config, change.config
+            )
     return Change(model, modules, attributes)
 
 

@@ -49,14 +49,14 @@ def solve(job: Job) -> Solution:
             fix="The model is unchanged: its own code does not compute with the other heads alone.",
         )
     heads = _records(layers, plan, importance)
-    gone = grouped((head for head in heads if not head.width), attrgetter("site"))
-    listed = [f"{site} {', '.join(str(head.head) for head in own)}" for site, own in gone.items()]
+    by_site = grouped((head for head in heads if not head.width), attrgetter("site"))
+    listed = [f"{site} {', '.join(str(head.head) for head in gone)}" for site, gone in by_site.items()]
     notes += [f"Removed heads: {'; '.join(listed)}."] if listed else []
-    found, outcome = importance.record.removable, dict[str, Any]()
-    if found is not None and not found.heads:
+    removable, outcome = importance.record.removable, dict[str, Any]()
+    if removable is not None and not removable.heads:
         outcome["advice"] = _cheapest(job, layers, importance)
-    elif found is not None and job.eval_batches is not job.batches:
-        outcome["cost"] = _cost(job, job.eval_batches, found.heads)
+    elif removable is not None and job.eval_batches is not job.batches:
+        outcome["cost"] = _cost(job, job.eval_batches, removable.heads)
     return Solution(
         removal(job.model, layers, plan),
         heads=heads,
@@ -98,8 +98,8 @@ def _within(job: Job, layers: list[HeadProjections]) -> tuple[Plan, list[str], I
     """Return the largest set of heads found removable within the tolerance, notes, and all importances."""
     importance = _importance(job, layers, {}, tolerance=job.tolerance)
     record = importance.record
-    found = record.removable
-    if found is None:
+    removable = record.removable
+    if removable is None:
         raise CompressionError(
             f"model {type(job.model).__name__}",
             expected="heads whose cost is known",
@@ -108,13 +108,13 @@ def _within(job: Job, layers: list[HeadProjections]) -> tuple[Plan, list[str], I
         )
     plan: Plan = {}
     groups = {layer.name: layer.group for layer in layers}
-    for head in found.heads:
+    for head in removable.heads:
         plan.setdefault(head.site, set()).add((head.head or 0) // groups[head.site])
     note = (
         f"Heads: {_count(plan, layers)}; without them the loss ({record.loss}, {record.unit}) is "
-        f"{found.loss:.4g} on the calibration data, {record.value:.4g} with them "
-        f"({found.relative:+.2%} of {record.reference_name}); the tolerance was {job.tolerance:g} of that. "
-        f"Sorted by {found.sorted_by}; {found.runs} sets were run."
+        f"{removable.loss:.4g} on the calibration data, {record.value:.4g} with them "
+        f"({removable.relative:+.2%} of {record.reference_name}); the tolerance was {job.tolerance:g} of "
+        f"that. Sorted by {removable.sorted_by}; {removable.runs} sets were run."
     )
     return plan, [note, *record.notes], importance
 

@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicLayer
 from rankwise._internals.forward import Change, config_value
 from rankwise._internals.rotary import PAIRINGS, fits_layout, per_pair, undo_rope
 from rankwise.compression.kv_modules import LatentLayer, latent_change
-from rankwise.compression.trials import OTHER_PART, NoLayersError, at_once_and_in_halves, keep_passing
+from rankwise.compression.trials import NoLayersError, at_once_and_in_halves, keep_passing
 from rankwise.compression.width_modules import NarrowKeys, NarrowProjection, channels_of, runs_of
 from rankwise.tracing import RecordedCall
 from rankwise.tracing.projections import (
@@ -104,7 +104,7 @@ def _run_with_cache(model: nn.Module, batch: Any) -> tuple[ObservedPass, Any]:
     return seen, cache
 
 
-def _no_cache(model: nn.Module, got: str, fix: str = OTHER_PART) -> NoLayersError:
+def _no_cache(model: nn.Module, got: str, fix: str = "") -> NoLayersError:
     expected = "a decoder that caches keys and values"
     return NoLayersError(f"model {type(model).__name__}", expected=expected, got=got, fix=fix)
 

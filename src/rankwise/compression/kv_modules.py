@@ -267,8 +267,9 @@ def _projection(
     up = linear_of(weight.new_zeros(outputs, rank), bias, channels)
     others = sorted(set(range(outputs)) - set(channels))
     rest = linear_of(weight, bias, others) if others else None
-    place = {channel: at for at, channel in enumerate(others + channels)}
-    projection = LatentProjection(state, down, up, rest, runs_of([place[at] for at in range(outputs)]))
+    place = {channel: index for index, channel in enumerate(others + channels)}
+    runs = runs_of([place[channel] for channel in range(outputs)])
+    projection = LatentProjection(state, down, up, rest, runs)
     projection.requires_grad_(any(parameter.requires_grad for parameter in module.parameters()))
     return projection.train(module.training)
 
@@ -279,14 +280,14 @@ def latent_change(
     """Build one change for all layers from factors `down` (r, D) and `up` (N, r), keys before values."""
     change = Change(model)
     for layer, (down, up) in zip(layers, factors, strict=True):
-        own = build(model, layer.model_copy(update={"rank": down.shape[0]}))
-        projections: list[Any] = list(own.modules.values())
+        added = build(model, layer.model_copy(update={"rank": down.shape[0]}))
+        projections: list[Any] = list(added.modules.values())
         sizes = [len(channels) for _, channels in layer.projections]
         with torch.no_grad():
             projections[0].down.weight.copy_(down)
             for projection, rows in zip(projections, up.split(sizes), strict=True):
                 projection.up.weight.copy_(rows)
-        change.modules |= own.modules
-        change.attributes |= own.attributes
-        change.hooks += own.hooks
+        change.modules |= added.modules
+        change.attributes |= added.attributes
+        change.hooks += added.hooks
     return change

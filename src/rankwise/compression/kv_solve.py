@@ -66,9 +66,9 @@ def solve(job: Job) -> Solution:
                 channels=layer.full,
                 full_rank=layer.rank,
                 rank=rank,
-                output_kl=float(own[rank:].sum()),
+                output_kl=float(values[rank:].sum()),
             )
-            for layer, own, rank in zip(layers, nats, ranks, strict=True)
+            for layer, values, rank in zip(layers, nats, ranks, strict=True)
         ],
         skipped=skipped,
         notes=notes,
@@ -137,7 +137,7 @@ def _add_batch(
     inputs = {call.name: call.args[0].detach() for call in calls}
     for layer, moment in zip(layers, moments, strict=True):
         x = inputs[layer.projections[0][0]].reshape(real.numel(), -1)[real.flatten()]
-        pieces = [gradients[name].reshape(real.numel(), -1)[:, own] for name, own in layer.projections]
+        pieces = [gradients[name].reshape(real.numel(), -1)[:, rows] for name, rows in layer.projections]
         g = torch.cat(pieces, -1)[real.flatten()]
         x, g = as_float64(x), as_float64(g)
         moment.tokens += (x.mT @ x).cpu()

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -141,9 +142,9 @@ def compress(
                 _count_tokens(model, eval_data, "held_out")
             before = snapshot(model, eval_data, "before")
             report("the parts that the model allows")
-            found = find_parts(model, data[0], list(targets) if named else None)
+            layers_of = find_parts(model, data[0], list(targets) if named else None)
             with ExitStack() as applied:
-                for name, layers in found.items():
+                for name, layers in layers_of.items():
                     # earlier parts changed the layers
                     layers = find_part(name, model, data[0]) if solutions else layers
                     part_keep, part_tolerance = targets[name]
@@ -190,54 +191,41 @@ def part_targets(
 
     Without names, all parts get the same target.
     """
-    keep = 0.5 if keep is None and tolerance is None else keep
-    given: dict[str, Any] = {"keep": keep, "tolerance": tolerance}
-    mappings = [value for value in given.values() if isinstance(value, Mapping)]
-    for name, value in given.items():
-        if mappings and not isinstance(value, Mapping | None):
-            raise CompressionError(
-                f"`{name}`",
-                expected="a mapping of parts, like the other target",
-                got=repr(value),
-                fix='Name the parts: `{"heads": 0.9, "kv": 0.5}`.',
-            )
+    targets = {"keep": 0.5 if keep is None and tolerance is None else keep, "tolerance": tolerance}
+    mappings = [target for target in targets.values() if isinstance(target, Mapping)]
+
+    def refused(subject: str, expected: str, got: str, fix: str) -> CompressionError:
+        return CompressionError(subject, expected=expected, got=got, fix=fix)
+
+    for kind, target in targets.items():
+        if mappings and not isinstance(target, Mapping | None):
+            fix = 'Name the parts: `{"heads": 0.9, "kv": 0.5}`.'
+            raise refused(f"`{kind}`", "a mapping of parts, like the other target", repr(target), fix)
     if mappings and parts is not None:
-        raise CompressionError(
-            "`parts`", expected="None, because the targets name their parts", got=repr(parts), fix="Omit it."
-        )
+        raise refused("`parts`", "None, because the targets name their parts", repr(parts), "Omit it.")
     listed = isinstance(parts, Sequence) and not isinstance(parts, str)
-    names = [*parts] if listed else [PARTS if parts is None else parts]  # type: ignore[misc]
-    names = [*PARTS] if parts is None else names
-    if mappings:
-        names = [*dict.fromkeys(name for mapping in mappings for name in mapping)]
+    names: list[Any] = [*PARTS] if parts is None else [*parts] if listed else [parts]
+    names = [*dict.fromkeys(chain(*mappings))] if mappings else names
     if not names:
-        raise CompressionError(
-            "`parts`", expected="at least one part", got="none", fix=f"Known: {', '.join(PARTS)}."
-        )
+        raise refused("`parts`", "at least one part", "none", f"Known: {', '.join(PARTS)}.")
     for name in names:
         one_of("`parts`", name, PARTS, error=CompressionError)
         if names.count(name) > 1:
-            raise CompressionError(
-                "`parts`", expected="each part once", got=f"{name!r} twice", fix="Name each part once."
-            )
-    targets: Targets = {}
+            raise refused("`parts`", "each part once", f"{name!r} twice", "Name each part once.")
+    pairs: Targets = {}
     for name in sorted(names, key=PARTS.index):
-        each = {
-            kind: value.get(name) if isinstance(value, Mapping) else value for kind, value in given.items()
-        }
-        count = sum(value is not None for value in each.values())
+        pair = {kind: x.get(name) if isinstance(x, Mapping) else x for kind, x in targets.items()}
+        count = sum(target is not None for target in pair.values())
         if count != 1:
-            raise CompressionError(
-                f"part {name!r}",
-                expected="a share to keep or a tolerance",
-                got="both" if count else "None",
-                fix="Omit one of them." if count else "Omit the part.",
+            fix = "Omit one of them." if count else "Omit the part."
+            raise refused(
+                f"part {name!r}", "a share to keep or a tolerance", "both" if count else "None", fix
             )
         for kind, interval in (("keep", "(0, 1)"), ("tolerance", "(0, inf)")):
-            if (number := each[kind]) is not None:
+            if (number := pair[kind]) is not None:
                 in_range(f"`{kind}`", number, interval, error=CompressionError)
-        targets[name] = each["keep"], each["tolerance"]
-    return targets
+        pairs[name] = pair["keep"], pair["tolerance"]
+    return pairs
 
 
 def find_parts(model: nn.Module, batch: Any, names: Sequence[str] | None) -> dict[str, Found[Any]]:
@@ -247,7 +235,7 @@ def find_parts(model: nn.Module, batch: Any, names: Sequence[str] | None) -> dic
     """
     refused: dict[str, NoLayersError] = {}
 
-    def found(some: Sequence[str]) -> dict[str, Found[Any]]:
+    def working(some: Iterable[str]) -> dict[str, Found[Any]]:
         layers: dict[str, Found[Any]] = {}
         for name in some:
             try:
@@ -256,17 +244,18 @@ def find_parts(model: nn.Module, batch: Any, names: Sequence[str] | None) -> dic
                 refused[name] = error
         return layers
 
-    layers = found(DEFAULT_PARTS if names is None else names)
-    if names is None:
-        layers = layers or found(["heads"])
-    if (refused and names is not None) or not layers:
-        allowed = [*layers, *found([name for name in PARTS if name not in (*layers, *refused)])]
-        first, error = next(iter(refused.items()))
+    layers = working(DEFAULT_PARTS if names is None else names)
+    if names is None and not layers:
+        layers = working(["heads"])
+    if refused and (names is not None or not layers):
+        layers |= working(name for name in PARTS if name not in layers and name not in refused)
+        name, error = next(iter(refused.items()))
+        allowed = " and ".join(part for part in PARTS if part in layers) or "no part"
         raise CompressionError(
             error.subject,
-            expected=f"{error.expected}, for the part {first!r}",
+            expected=f"{error.expected}, for the part {name!r}",
             got=error.got,
-            fix=f"{error.fix} It allows {' and '.join(sorted(allowed, key=PARTS.index)) or 'no part'}.",
+            fix=f"{error.fix} The model allows {allowed}.".lstrip(),
         )
     return layers
 

@@ -82,7 +82,7 @@ def pretrained_models(model: nn.Module) -> list[PreTrainedModel]:
     """Return the outermost models of transformers in a module: the module itself, or the models it wraps."""
     if isinstance(model, PreTrainedModel):
         return [model]
-    return [found for child in model.children() for found in pretrained_models(child)]
+    return [inner for child in model.children() for inner in pretrained_models(child)]
 
 
 def structure_of(model: nn.Module) -> Structure:
@@ -199,10 +199,11 @@ def _folded_weights(model: PreTrainedModel, structure: Structure) -> dict[str, T
     extra = state.keys() - names
     for name in names - state.keys():
         module, _, weight = name.rpartition(".")
-        own = {one for one in extra if one.startswith((f"{module}.parametrizations.{weight}.", f"{name}_"))}
-        if own:  # `weight_norm` and similar functions: a new model has a plain weight
+        starts = f"{module}.parametrizations.{weight}.", f"{name}_"
+        normed = {weight for weight in extra if weight.startswith(starts)}
+        if normed:  # `weight_norm` and similar functions: a new model has a plain weight
             state[name] = getattr(model.get_submodule(module), weight).detach()
-            extra -= own
+            extra -= normed
     if extra:
         raise CompressionError(
             f"model {type(model).__name__}",
@@ -303,19 +304,19 @@ def load_compressed(folder: str | Path, model: nn.Module | None = None, **option
         )
     name, files = str(names[0]), content.get("auto_map") or {}
     # Auto classes that load this class from Python files of the model
-    automatic = [kind for kind, own in files.items() if str(own).rpartition(".")[2] == name]
+    automatic = [kind for kind, file in files.items() if str(file).rpartition(".")[2] == name]
     trusted = automatic and options.get("trust_remote_code")
-    known: Any = getattr(transformers, automatic[0]) if trusted else _known_class(name)
-    if known is None:
-        own = f"Import the class and load the folder with it: `{name}.from_pretrained`."
+    loader: Any = getattr(transformers, automatic[0]) if trusted else _known_class(name)
+    if loader is None:
+        by_hand = f"Import the class and load the folder with it: `{name}.from_pretrained`."
         raise CompressionError(
             f"folder {folder}",
             expected="a class of transformers or of `rankwise.models`",
             got=name,
-            fix="Read the code of the model, then pass `trust_remote_code=True`." if automatic else own,
+            fix="Read the code of the model, then pass `trust_remote_code=True`." if automatic else by_hand,
         )
     try:
-        loaded, loading = known.from_pretrained(folder, output_loading_info=True, **options)
+        loaded, loading = loader.from_pretrained(folder, output_loading_info=True, **options)
     except (OSError, SafetensorError) as error:
         raise _unreadable(folder, error) from error
     check_complete(f"folder {folder}", loading["missing_keys"], loading["unexpected_keys"])
@@ -344,14 +345,14 @@ def _known_class(name: str) -> Any:
 
 def loading_line(model: nn.Module, folder: str, source: str) -> str:
     """Return the line of Python that loads a compressed model; `source` names the original in a comment."""
-    quoted, own = json.dumps(folder, ensure_ascii=False), type(model)
+    quoted, kind = json.dumps(folder, ensure_ascii=False), type(model)
     if not isinstance(model, PreTrainedModel):
         return f"model = rankwise.load_compressed({quoted}, model)   # model: new, as built by {source}"
-    if own.__module__.startswith("transformers_modules."):
+    if kind.__module__.startswith("transformers_modules."):
         return f"model = rankwise.load_compressed({quoted}, trust_remote_code=True)"
-    if _known_class(own.__name__) is own:
+    if _known_class(kind.__name__) is kind:
         return f"model = rankwise.load_compressed({quoted})"
-    return f"model = {own.__name__}.from_pretrained({quoted})   # after `import rankwise.compression.save`"
+    return f"model = {kind.__name__}.from_pretrained({quoted})   # after `import rankwise.compression.save`"
 
 
 def _load_into(folder: Path, model: nn.Module) -> nn.Module:
@@ -361,13 +362,14 @@ def _load_into(folder: Path, model: nn.Module) -> nn.Module:
         with safe_open(folder / WEIGHTS, "pt") as file:
             saved = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
         with preserve_random_state(model), rebuilt(model, structure):  # new linear layers draw weights
-            own = model.state_dict()
-            tied = {own[name].data_ptr() for name in saved.keys() & own.keys()}
-            wrong = [f"no {name!r}" for name in own if name not in saved and own[name].data_ptr() not in tied]
+            state = model.state_dict()
+            tied = {state[name].data_ptr() for name in saved.keys() & state.keys()}
+            missing = [name for name in state if name not in saved and state[name].data_ptr() not in tied]
+            wrong = [f"no {name!r}" for name in missing]
             wrong += [
                 f"{name!r} of shape {shape}"
                 for name, shape in saved.items()
-                if name not in own or own[name].shape != shape
+                if name not in state or state[name].shape != shape
             ]
             if wrong:
                 raise CompressionError(

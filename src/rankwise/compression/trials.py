@@ -24,7 +24,6 @@ Layer = TypeVar("Layer", bound=Any)
 Found = tuple[list[Layer], dict[str, str]]
 """Layers that a part can change, and the reason why each other layer is left out."""
 Step = Callable[[str], None]
-OTHER_PART = "Name another part."
 LEAST_TOKENS = 0.5
 """Minimum number of calibration tokens per channel of the widest head or latent."""
 
@@ -85,8 +84,8 @@ def find_part(name: str, model: nn.Module, batch: Any) -> Found[Any]:
     """
     short = to_device(first_sequences(batch, 2), device_of(model))
     check_finite(model, main_output(model, short))
-    found: Found[Any] = import_module(f"rankwise.compression.{name}_find").find(model, short)
-    return found
+    layers: Found[Any] = import_module(f"rankwise.compression.{name}_find").find(model, short)
+    return layers
 
 
 def solve_part(name: str, job: Job) -> Solution:
@@ -194,7 +193,7 @@ def check_some(model: nn.Module, layers: list[Any], skipped: dict[str, str], exp
             f"model {type(model).__name__}",
             expected=expected,
             got=reasons or "no such attention",
-            fix=OTHER_PART,
+            fix="",
         )
 
 

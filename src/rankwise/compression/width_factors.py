@@ -16,7 +16,7 @@ from rankwise._internals.linalg import as_float64
 from rankwise.compression.trials import Job
 from rankwise.compression.width_find import QueryKeyStatistics, Sample, first_samples
 from rankwise.compression.width_modules import Factors
-from rankwise.measures.logits import LogitBases, logit_bases
+from rankwise.measures.required_width import LogitBases, logit_bases
 
 CURVE_SEQUENCES = 16
 """Maximum number of sequences on which a head's curve, attention KL against width, is measured."""
@@ -69,9 +69,9 @@ def width_curves(samples: list[Sample], bases: list[LogitBases], widths: list[in
     """
 
     def changes(sample: Sample, head: int, q: Tensor, k: Tensor) -> Iterator[Tensor]:
-        own = bases[head // sample.groups]
+        basis = bases[head // sample.groups]
         q, k = sample.scale * q[:, 0], k[:, 0]
-        turned_q, turned_k = q @ own.query.to(q), k @ own.key.to(k)
+        turned_q, turned_k = q @ basis.query.to(q), k @ basis.key.to(k)
         change = -(q @ k.mT)
         for start, width in pairwise([0, *widths]):
             change = change + turned_q[..., start:width] @ turned_k[..., start:width].mT
@@ -96,8 +96,8 @@ def _mean_divergence(
         for head in range(heads):
             matrix = sample.operator[:, head : head + 1].dense()[:, 0].to(dtype)
             query, key = sample.query[:, [head]].to(dtype), sample.key[:, [head // sample.groups]].to(dtype)
-            for at, change in enumerate(changes(sample, head, query, key)):
-                total[head, at] += as_float64(divergence(matrix, change)[sample.tokens]).sum().cpu()
+            for point, change in enumerate(changes(sample, head, query, key)):
+                total[head, point] += as_float64(divergence(matrix, change)[sample.tokens]).sum().cpu()
         rows += int(sample.tokens.sum())
     return total / max(rows, 1)
 
@@ -174,16 +174,16 @@ def units_of(layer: QueryKeyStatistics) -> list[list[int]]:
 
 def whole_factors(layer: QueryKeyStatistics) -> Factors:
     """Return factors that change no logit: identity for pairs, the closed form for other channels."""
-    found = layer.projections
-    free = torch.tensor(found.unrotated, dtype=torch.long)
-    key = torch.eye(found.width, dtype=torch.float64).repeat(found.key_heads, 1, 1)
+    side = layer.projections
+    free = torch.tensor(side.unrotated, dtype=torch.long)
+    key = torch.eye(side.width, dtype=torch.float64).repeat(side.key_heads, 1, 1)
     query = key.clone()
-    for head in range(found.key_heads if len(free) else 0):
+    for head in range(side.key_heads if len(free) else 0):
         block = (head, free[:, None], free[None])
         bases = logit_bases(layer.query_moments[block], layer.key_moments[block])
         query[block], key[block] = bases.query, bases.key
-    every = list(range(found.width))
-    return Factors(query.repeat_interleave(found.groups, 0), key, [every] * found.key_heads)
+    every = list(range(side.width))
+    return Factors(query.repeat_interleave(side.groups, 0), key, [every] * side.key_heads)
 
 
 def rows_of(
@@ -242,7 +242,7 @@ def greedy(rows: list[Rows], units: list[list[int]]) -> Order:
 
 
 def make_order(order: list[int], losses: list[float], units: list[list[int]]) -> Order:
-    """Return an order of removal with its widths; `losses` are in that order, from full width on."""
+    """Return a removal order and the width after each removal; `losses` begin with the loss at full width."""
     width = sum(len(unit) for unit in units)
     widths = [width]
     for unit in order[:-1]:
@@ -255,8 +255,8 @@ def removal_costs(rows: list[Rows], changes: list[Tensor], units: list[int]) -> 
     total = torch.zeros(len(units), dtype=torch.float64)
     count = 0
     for row, change in zip(rows, changes, strict=True):
-        for at, unit in enumerate(units):
-            total[at] += as_float64(divergence(row.matrix, change - row.parts[unit])).sum().cpu()
+        for index, unit in enumerate(units):
+            total[index] += as_float64(divergence(row.matrix, change - row.parts[unit])).sum().cpu()
         count += row.matrix.shape[0] * row.matrix.shape[1]
     return total / max(count, 1)
 
@@ -345,8 +345,8 @@ def _drawn(samples: list[Sample], generator: torch.Generator) -> Sample:
     count = max(1, min(batch, round(ROWS / (heads * tokens * sources))))
     rows = torch.randperm(batch, generator=generator)[:count].to(sample.query.device)
     rotation = None if sample.rotation is None else sample.rotation[rows]
-    own = sample.operator[rows], sample.query[rows], sample.key[rows], sample.tokens[rows]
-    return Sample(*own, sample.scale, rotation)
+    drawn = sample.operator[rows], sample.query[rows], sample.key[rows], sample.tokens[rows]
+    return Sample(*drawn, sample.scale, rotation)
 
 
 def whitening(moments: Float64[Tensor, "G K K"]) -> Float64[Tensor, "G K K"]:

@@ -41,15 +41,15 @@ def find_layers(model: nn.Module, batch: Any) -> tuple[list[QueryKeyProjections]
     skipped: dict[str, str] = {}
     for name, mixers in seen.mixers.items():
         calls = [seen.projections(name, call).query_key for call in range(len(mixers))]
-        known = [layer for layer in calls if isinstance(layer, QueryKeyProjections)]
-        if len(known) < len(calls):
+        read = [layer for layer in calls if isinstance(layer, QueryKeyProjections)]
+        if len(read) < len(calls):
             skipped[name] = next(reason for reason in calls if isinstance(reason, str))
-        elif len(known) > 1 and len(known[0].pairs):
+        elif len(read) > 1 and len(read[0].pairs):
             skipped[name] = "it runs more than once"
-        elif not all(_same(layer, known[0]) for layer in known):
+        elif not all(_same(layer, read[0]) for layer in read):
             skipped[name] = "its calls read different projections"
         else:
-            layers.append(known[0])
+            layers.append(read[0])
     return layers, skipped
 
 

@@ -182,10 +182,13 @@ class NarrowedKeys(BaseModel, extra="forbid"):
 def build_keys(model: nn.Module, *changes: NarrowedKeys) -> Change:
     """Build the caches of narrow keys that records describe."""
     hooks = [
-        AddedHook(own.module, "before", partial(replace_cache_layer, make=partial(NarrowKeys, own.runs)))
-        for own in changes
+        AddedHook(
+            record.module, "before", partial(replace_cache_layer, make=partial(NarrowKeys, record.runs))
+        )
+        for record in changes
     ]
-    return Change(model, attributes={own.module: {RECORD: own} for own in changes}, hooks=hooks)
+    attributes = {record.module: {RECORD: record} for record in changes}
+    return Change(model, attributes=attributes, hooks=hooks)
 
 
 def build(model: nn.Module, saved: NarrowedLinear) -> Change:
@@ -253,19 +256,19 @@ def narrow_linear(
     """
     parts = linear_parts(module)
     assert parts is not None
-    old = [part.detach() for part in parts if part is not None]
-    new = [part.clone() for part in old]
+    old = [weight.detach() for weight in parts if weight is not None]
+    new = [weight.clone() for weight in old]
     kept = set(range(len(new[0])))
     for channels, factor, places in heads:
-        own = channels[places]
-        kept = (kept - set(channels.tolist())) | set(own.tolist())
+        rows = channels[places]
+        kept = (kept - set(channels.tolist())) | set(rows.tolist())
         for before, after in zip(old, new, strict=True):
             wide = as_float64(before[channels])
-            after[own] = (factor.to(wide.device).mT @ wide).to(before)
-    rows = sorted(kept)
-    narrow = linear_of(new[0], new[1] if len(new) > 1 else None, rows)
+            after[rows] = (factor.to(wide.device).mT @ wide).to(before)
+    computed = sorted(kept)
+    narrow = linear_of(new[0], new[1] if len(new) > 1 else None, computed)
     narrow.requires_grad_(any(parameter.requires_grad for parameter in module.parameters()))
-    return NarrowProjection(narrow, runs_of(rows), len(old[0])).train(module.training)
+    return NarrowProjection(narrow, runs_of(computed), len(old[0])).train(module.training)
 
 
 def narrow_layers(
@@ -273,15 +276,18 @@ def narrow_layers(
 ) -> Change:
     """Build narrow projections from factors, each linear layer once, and key caches if `cache` is True."""
     heads: dict[str, list[tuple[Tensor, Tensor, list[int]]]] = {}
-    for found, factors in plan:
-        for side, own, groups in ((found.query, factors.query, found.groups), (found.key, factors.key, 1)):
-            for head, (channels, factor) in enumerate(zip(side.channels, own, strict=True)):
+    for layer, factors in plan:
+        for side, matrices, groups in (
+            (layer.query, factors.query, layer.groups),
+            (layer.key, factors.key, 1),
+        ):
+            for head, (channels, factor) in enumerate(zip(side.channels, matrices, strict=True)):
                 kept = factors.kept[head // groups]
                 heads.setdefault(side.module, []).append((channels, factor[:, kept], kept))
     keys = []
-    for found, factors in plan if cache else ():
-        channels = [h * found.width + c for h, kept in enumerate(factors.kept) for c in kept]
-        keys.append(NarrowedKeys(module=found.name, runs=runs_of(channels)))
+    for layer, factors in plan if cache else ():
+        places = [h * layer.width + c for h, kept in enumerate(factors.kept) for c in kept]
+        keys.append(NarrowedKeys(module=layer.name, runs=runs_of(places)))
     change = build_keys(model, *keys)
-    change.modules = {name: narrow_linear(model.get_submodule(name), own) for name, own in heads.items()}
+    change.modules = {name: narrow_linear(model.get_submodule(name), each) for name, each in heads.items()}
     return change

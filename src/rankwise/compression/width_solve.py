@@ -59,9 +59,9 @@ def solve(job: Job) -> Solution:
     measured on all of it, and then the tolerance is lowered.
     """
     found, skipped = job.found
-    statistics = collect_statistics(job.model, found, job.batches, job.on_step)
-    usable, skipped = usable_layers(statistics, skipped)
-    layers = [_candidate(layer, job) for layer in usable]
+    collected = collect_statistics(job.model, found, job.batches, job.on_step)
+    usable, skipped = usable_layers(collected, skipped)
+    layers = [_candidate(statistics, job) for statistics in usable]
     aim = job.tolerance
     for attempt in range(ATTEMPTS):
         widths = allocate_widths(
@@ -80,14 +80,14 @@ def solve(job: Job) -> Solution:
         else:
             aim *= 0.9 * job.tolerance / cost
     if whole:  # the model keeps its projections: its costs are 0 rather than the costs of a change of basis
-        costs = [[0.0] * len(own) for own in costs]
+        costs = [[0.0] * len(losses) for losses in costs]
     heads: list[HeadWidth] = []
     plan: dict[str, Factors] = {}
     stopped = ""
-    for layer, factors, before in zip(usable, starts, costs, strict=True):
-        place, after = layer.projections, before
+    for statistics, factors, before in zip(usable, starts, costs, strict=True):
+        place, after = statistics.projections, before
         if job.calibrate and not stopped and not whole:
-            factors, after, stopped = _calibrated(layer, factors, before, job)
+            factors, after, stopped = _calibrated(statistics, factors, before, job)
         plan[place.name] = factors
         heads += [
             HeadWidth(
@@ -103,11 +103,11 @@ def solve(job: Job) -> Solution:
             )
             for head, kept in enumerate(factors.kept)
         ]
-    projections = [layer.projections for layer in usable]
+    projections = [statistics.projections for statistics in usable]
     kl: dict[str, float] = {}
-    for layer in collect_statistics(job.model, projections, job.eval_batches, job.on_step):
-        name = layer.projections.name
-        kl[name] = 0.0 if whole else float(layer_divergence(layer.samples, plan[name]).mean())
+    for statistics in collect_statistics(job.model, projections, job.eval_batches, job.on_step):
+        name = statistics.projections.name
+        kl[name] = 0.0 if whole else float(layer_divergence(statistics.samples, plan[name]).mean())
     note = f"Calibration was stopped {stopped}. Earlier layers are calibrated, later layers are not."
     free = [layer.statistics for layer in layers if not layer.rotated]
     moments = [stack for layer in free for stack in (layer.query_moments, layer.key_moments)]
@@ -175,14 +175,14 @@ def hull_steps(curves: list[Curve]) -> list[tuple[int, float]]:
     """
     steps: list[tuple[float, int, int]] = []
     for head, (widths, losses) in enumerate(curves):
-        at = 0
-        while at < len(widths) - 1:
-            later = range(at + 1, len(widths))
-            gain, to = max(((losses[at] - losses[to]) / (widths[to] - widths[at]), to) for to in later)
+        point = 0
+        while point < len(widths) - 1:
+            later = range(point + 1, len(widths))
+            gain, to = max(((losses[point] - losses[to]) / (widths[to] - widths[point]), to) for to in later)
             if gain <= 0:
                 break
-            steps += [(-gain, head, width) for width in range(widths[at], widths[to])]
-            at = to
+            steps += [(-gain, head, width) for width in range(widths[point], widths[to])]
+            point = to
     return [(head, -gain) for gain, head, _ in sorted(steps)]
 
 
@@ -265,7 +265,9 @@ def budget_curve(layers: list[Candidate]) -> BudgetCurve:
         )
         widths = widths_under_budget(curves, budget)
         places = [bisect_right(sizes, width) - 1 for (sizes, _), width in zip(curves, widths, strict=True)]
-        chosen = [(sizes[at], losses[at]) for (sizes, losses), at in zip(curves, places, strict=True)]
+        chosen = [
+            (sizes[place], losses[place]) for (sizes, losses), place in zip(curves, places, strict=True)
+        ]
         width, kl = (sum(numbers) / len(curves) for numbers in zip(*chosen, strict=True))
         points.append(BudgetPoint(width=width, kl=kl))
     ways = {"greedy by attention KL" if layer.rotated else "closed form" for layer in layers}

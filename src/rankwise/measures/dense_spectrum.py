@@ -83,7 +83,7 @@ def scaled_svd(matrices: Float64[Tensor, "N T S"]) -> tuple[Float64[Tensor, "N R
 
     The scaled values have full precision even if the singular values overflow or underflow float64.
     """
-    scaled, scale = in_range(matrices)
+    scaled, scale = to_range(matrices)
     return torch.linalg.svdvals(scaled), scale
 
 
@@ -143,14 +143,14 @@ def gram_spectrum(matrices: Float64[Tensor, "N T S"]) -> GramSpectrum:
 
     Cost: T S min(T, S) + (4/3)·min(T, S)³ operations, less than half the time of an SVD.
     """
-    scaled, scale = in_range(matrices)
+    scaled, scale = to_range(matrices)
     gram = lower_gram(scaled)
     energy = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
     eigenvalues = _eigenvalues(gram).flip(-1).clamp(min=0)
     return GramSpectrum(eigenvalues, 2 * max(matrices.shape[1:]) * EPS * energy, scale)
 
 
-def in_range(matrices: Float64[Tensor, "N T S"]) -> tuple[Float64[Tensor, "N T S"], Float64[Tensor, " N"]]:
+def to_range(matrices: Float64[Tensor, "N T S"]) -> tuple[Float64[Tensor, "N T S"], Float64[Tensor, " N"]]:
     """Return matrices divided by a power of two, and the power: 1 unless squares could over- or underflow."""
     extremes = torch.stack([matrices.amax(MATRIX), matrices.amin(MATRIX)], dim=-1)
     scale = unit_scale(extremes, (-1,))[:, 0]
@@ -200,13 +200,13 @@ def map_parts(mixing: Mixing, subject: str, function: PartFunction) -> tuple[Ten
 
     def apply(index: tuple[slice, ...]) -> list[Tensor]:
         matrices = as_matrices(mixing[index] if index else mixing, subject)
-        part = matrices.reshape(math.prod(matrices.shape[:-2]), *matrices.shape[-2:])
-        finite = part.amax(MATRIX).isfinite() & part.amin(MATRIX).isfinite()
+        batch = matrices.reshape(math.prod(matrices.shape[:-2]), *matrices.shape[-2:])
+        finite = batch.amax(MATRIX).isfinite() & batch.amin(MATRIX).isfinite()
         if not bool(finite.all()):
-            part = part.masked_fill(~finite[:, None, None], 0)
+            batch = batch.masked_fill(~finite[:, None, None], 0)
         return [
             numbers.masked_fill(~finite.view(-1, *[1] * (numbers.ndim - 1)), math.nan)
-            for numbers in function(part)
+            for numbers in function(batch)
         ]
 
     # An accelerator runs one part at a time; autograd records its graph on one thread only.

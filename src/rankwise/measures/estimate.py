@@ -25,10 +25,7 @@ from rankwise.measures.rank import Estimate, RankEstimates
 from rankwise.measures.registry import Mixing, as_operator
 from rankwise.operators import MixingOperator
 
-__all__ = [
-    "SpectrumEstimate",
-    "estimate_spectrum",
-]
+__all__ = ["SpectrumEstimate", "estimate_spectrum"]
 
 MIN_STEPS_FOR_SIGMA_MAX = 16
 """Lanczos steps from which a block of 8 vectors is trusted to have found the largest eigenvalue λ_1.
@@ -172,7 +169,7 @@ class _MatrixEstimate:
         if self.energy == 0:
             return ZERO
         by_ritz, by_probes = self._entropy(self.estimator.by_ritz), self._entropy(self.estimator.by_probes)
-        middle, bracket = min(by_ritz, by_probes, key=lambda found: found[1].reach(self.quantile))
+        middle, bracket = min(by_ritz, by_probes, key=lambda entropy: entropy[1].reach(self.quantile))
         reach = bracket.reach(self.quantile)
         reach += reach * reach + ROUNDING  # adds second-order and rounding errors
         low, value, high = (
@@ -236,7 +233,7 @@ class _MatrixEstimate:
 
 def _estimate(operator: MixingOperator, probes: int, steps: int, seed: int) -> _MatrixEstimate | None:
     gram = Gram(operator)
-    if not gram.finite:
+    if not math.isfinite(gram.energy):  # M contains NaN or infinity
         return None
     # The signs ±1 are drawn on the CPU, so that they are the same on every device.
     generator = torch.Generator().manual_seed(seed)

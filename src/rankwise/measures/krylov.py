@@ -45,11 +45,6 @@ class Gram:
         self.device = self.operator.device
         self.scale, self.energy = self._measure()
 
-    @property
-    def finite(self) -> bool:
-        """True if M contains neither NaN nor infinity."""
-        return math.isfinite(self.energy)
-
     def __call__(
         self, vectors: Float64[Tensor, "S V"]
     ) -> tuple[Float64[Tensor, "S V"], Float64[Tensor, "V V"]]:
@@ -125,14 +120,14 @@ def block_lanczos(
     used, kept = 0, []
     for used in range(1, steps + 1):
         here, after = slice((used - 1) * width, used * width), slice(used * width, (used + 1) * width)
-        known = basis[: used * width]
-        known[here] = block.mT
+        previous = basis[: used * width]
+        previous[here] = block.mT
         kept.append(block.square().sum(0) > 0.5)  # dropped directions are zero columns
         product, inner = apply(block)
         matrix[here, here] = (inner + inner.mT) / 2
-        block, outer = _orthonormal(_without(product, known), tolerance)
+        block, outer = _orthonormal(_without(product, previous), tolerance)
         # Normalizing a small remainder amplifies its rounding errors, so the block is orthogonalized again.
-        block, again = _orthonormal(_without(block, known), 0.5)
+        block, again = _orthonormal(_without(block, previous), 0.5)
         if 8 * block.numel() >= TRIM_BYTES:
             _trim_memory()
         coupling = again @ outer
@@ -161,10 +156,10 @@ def _trim_memory() -> None:
         trim(0)
 
 
-def _without(vectors: Tensor, known: Tensor) -> Tensor:
+def _without(vectors: Tensor, previous: Tensor) -> Tensor:
     """Return vectors minus their projection onto a basis (rows), twice to remove rounding errors."""
     for _ in range(2):
-        vectors = torch.addmm(vectors, known.mT, known @ vectors, alpha=-1)
+        vectors = torch.addmm(vectors, previous.mT, previous @ vectors, alpha=-1)
     return vectors
 
 

@@ -21,8 +21,7 @@ Numbers = tuple[float, float, float, float]
 ROUNDING = 64 * torch.finfo(torch.float64).eps
 """Fraction of tr A below which an eigenvalue, or a coupling between vectors, counts as a rounding error."""
 NO_SPREAD = 1e-10
-"""Smallest standard deviation of xᵀ A x over probes x, relative to tr A, at which a control variate is used.
-"""
+"""A control variate is used if the standard deviation of xᵀ A x over probes x exceeds this share of tr A."""
 SAME = 0.999
 """Squared cosine above which Ritz vectors (approximate eigenvectors) from two sets of probes are the same."""
 CONVERGED = 1e-6
@@ -140,7 +139,7 @@ def rules(krylov: Krylov, tolerance: float) -> tuple[Nodes, Nodes, Float64[Tenso
     upper = Nodes(values.clamp(min=0), (vectors.mT @ krylov.start).square())
     tail = krylov.tail @ vectors
     smallest = max(tolerance, torch.finfo(values.dtype).tiny)
-    half = tail / values.clamp(min=smallest).sqrt()  # puts the nodes at 0, by a Schur complement of 0
+    half = tail / values.clamp(min=smallest).sqrt()  # makes the Schur complement 0: then 0 is an eigenvalue
     extended = torch.cat([torch.cat([values.diag(), tail.mT], 1), torch.cat([tail, half @ half.mT], 1)])
     values, mixed = torch.linalg.eigh(extended)
     weights = (mixed[: len(vectors)].mT @ (vectors.mT @ krylov.start)).square()
@@ -181,10 +180,10 @@ def _confirmed_pairs(krylov: Krylov, energy: float) -> list[ConfirmedPairs]:
 
     def ritz(start: Tensor) -> tuple[Tensor, Tensor]:
         # Rounding noise alone may put a direction into both halves, so the tolerance is above rounding.
-        part = block_lanczos(apply, start, krylov.steps, 1e-10 * energy, keep_basis=True)
-        values, vectors = torch.linalg.eigh(part.matrix)
-        assert part.basis is not None
-        return values.clamp(min=0), part.basis @ vectors
+        subspace = block_lanczos(apply, start, krylov.steps, 1e-10 * energy, keep_basis=True)
+        values, vectors = torch.linalg.eigh(subspace.matrix)
+        assert subspace.basis is not None
+        return values.clamp(min=0), subspace.basis @ vectors
 
     first, second = ritz(krylov.start[:, :half]), ritz(krylov.start[:, half:])
     overlap = (first[1].mT @ second[1]).square()
@@ -243,8 +242,8 @@ class EigenvalueCounter:
         values = estimator.upper.values.flip(0)
         fewest = int((values >= threshold + estimator.rounding).sum())
         candidates = torch.cat([values[fewest:], values.new_zeros(estimator.rest)])
-        price = (threshold - candidates).clamp(min=0).cumsum(0)
-        affordable = price <= estimator.missing + estimator.rounding * (1 + len(values)) ** 0.5
+        cost = (threshold - candidates).clamp(min=0).cumsum(0)
+        affordable = cost <= estimator.missing + estimator.rounding * (1 + len(values)) ** 0.5
         return fewest, min(fewest + int(affordable.sum()), estimator.limit)
 
     def by_probes(self, threshold: float) -> Bracket:
@@ -273,17 +272,17 @@ def _scalar_rule(nodes: Nodes, steps: int) -> ScalarRule:
     count = min(steps, len(values))
     jacobi = weights.new_zeros(len(mass), count, count)
     basis = weights.new_zeros(len(mass), len(values), count)
-    for at in range(count):
-        basis[..., at] = vector
+    for step in range(count):
+        basis[..., step] = vector
         image = values * vector
-        jacobi[:, at, at] = (image * vector).sum(-1)
+        jacobi[:, step, step] = (image * vector).sum(-1)
         for _ in range(2):
             image = image - (basis @ (basis.mT @ image[..., None]))[..., 0]
         length = image.norm(dim=-1, keepdim=True)
         length = torch.where(length > ROUNDING * values.max(), length, 0.0)
         vector = torch.where(length > 0, image / length, 0.0)
-        if at + 1 < count:
-            jacobi[:, at, at + 1] = jacobi[:, at + 1, at] = length[:, 0]
+        if step + 1 < count:
+            jacobi[:, step, step + 1] = jacobi[:, step + 1, step] = length[:, 0]
     return ScalarRule(jacobi, mass)
 
 

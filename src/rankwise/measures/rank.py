@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -93,7 +94,7 @@ def singular_values(op: Mixing) -> Float64[Tensor, "*batch N"]:
         >>> singular_values(torch.tensor([[0.0, 2.0], [1.0, 0.0]])).tolist()
         [2.0, 1.0]
     """
-    sigma, scale = scaled_spectrum(op, "`singular_values`")
+    sigma, scale = map_parts(op, "`singular_values`", scaled_svd)
     return sigma * scale[..., None]
 
 
@@ -137,10 +138,10 @@ def rank_summary(
     for threshold in thresholds:
         check_delta(threshold)
     if exact:
-        return _summarize(*scaled_spectrum(op, "`rank_summary`"), delta)
-    sigma, scale, used_svd = map_parts(
-        op, "`rank_summary`", lambda part: gram_or_svd(part, thresholds, relative=delta if relative else None)
-    )
+        sigma, scale = map_parts(op, "`rank_summary`", scaled_svd)
+        return _summarize(sigma, scale, delta)
+    decompose = partial(gram_or_svd, thresholds=thresholds, relative=delta if relative else None)
+    sigma, scale, used_svd = map_parts(op, "`rank_summary`", decompose)
     return _summarize(sigma, scale, delta)._replace(used_svd=used_svd)
 
 
@@ -170,9 +171,7 @@ def numerical_rank(op: Mixing, delta: float = DELTA) -> Float64[Tensor, "*batch"
         (2.0, 1.0)
     """
     check_delta(delta)
-    sigma, scale, _ = map_parts(
-        op, "`numerical_rank`", lambda part: gram_or_svd(part.detach(), (delta,), rtol=None)
-    )
+    sigma, scale, _ = map_parts(op, "`numerical_rank`", lambda x: gram_or_svd(x.detach(), (delta,), None))
     return _count(sigma * scale[..., None], delta)
 
 
@@ -191,7 +190,7 @@ def effective_rank(op: Mixing) -> Float64[Tensor, "*batch"]:
         >>> round(effective_rank(torch.eye(5)).item(), 6), effective_rank(torch.zeros(5, 5)).item()
         (5.0, 0.0)
     """
-    return _entropy_rank(scaled_spectrum(op, "`effective_rank`")[0])
+    return _entropy_rank(map_parts(op, "`effective_rank`", scaled_svd)[0])
 
 
 @measure("matrices", degree=0)
@@ -211,16 +210,7 @@ def stable_rank(op: Mixing) -> Float64[Tensor, "*batch"]:
         >>> round(stable_rank(torch.diag(torch.tensor([2.0, 1.0, 1.0]))).item(), 6)
         1.5
     """
-    sigma, _, _ = map_parts(op, "`stable_rank`", lambda part: gram_or_svd(part, rtol=None))
-    return _energy_rank(sigma)
-
-
-def scaled_spectrum(
-    op: Mixing, subject: str
-) -> tuple[Float64[Tensor, "*batch N"], Float64[Tensor, "*batch"]]:
-    """Return each matrix's singular values divided by a power of two that avoids overflow, and this power."""
-    sigma, scale = map_parts(op, subject, scaled_svd)
-    return sigma, scale
+    return _energy_rank(map_parts(op, "`stable_rank`", partial(gram_or_svd, rtol=None))[0])
 
 
 def _summarize(scaled: Tensor, scale: Tensor, delta: float) -> RankSummary:

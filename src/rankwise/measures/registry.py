@@ -89,12 +89,12 @@ def as_operator(mixing: Mixing, subject: str) -> MixingOperator:
 
 def check_matrices(mixing: Mixing, subject: str) -> None:
     """Raise if the input is not an operator or tensor (..., T, S) with T, S ≥ 1."""
-    known = isinstance(mixing, MixingOperator | Tensor)
-    if not known or len(mixing.shape) < 2 or 0 in mixing.shape[-2:]:
+    has_shape = isinstance(mixing, MixingOperator | Tensor)
+    if not has_shape or len(mixing.shape) < 2 or 0 in mixing.shape[-2:]:
         raise ShapeError(
             subject,
             expected="a MixingOperator or a tensor of shape (..., T, S) with T, S ≥ 1",
-            got=str(tuple(mixing.shape)) if known else type(mixing).__name__,
+            got=str(tuple(mixing.shape)) if has_shape else type(mixing).__name__,
             fix="Wrap an array with torch.as_tensor. Leading axes may be empty.",
         )
 

@@ -26,7 +26,7 @@ FAR, FAR_SCALE = 2.0**900, 2.0**64
 """A matrix with an entry above FAR is divided by FAR_SCALE, and a matrix whose entries are all below 1/FAR is
 multiplied by FAR_SCALE. Sums and means of entries then neither overflow nor underflow."""
 
-__all__ = ["evaluate"]
+__all__ = ["compute_measures"]
 
 Statistic = TypeVar("Statistic", bound=RowStatistic)
 
@@ -68,7 +68,7 @@ class RowWalk:
         return numbers.masked_fill(~self.finite, math.nan)
 
 
-def evaluate(names: Iterable[str], op: Mixing) -> dict[str, Tensor]:
+def compute_measures(names: Iterable[str], op: Mixing) -> dict[str, Tensor]:
     """Return values of measures by name; all measures of rows share one pass over the operator's rows.
 
     On a CPU the sequences of (B, H, T, S) are processed by parallel threads. No gradient is kept. Measures of
@@ -80,25 +80,25 @@ def evaluate(names: Iterable[str], op: Mixing) -> dict[str, Tensor]:
 
     Examples:
         >>> from rankwise import measures
-        >>> evaluate(["first_token_mass", "stable_rank"], torch.ones(1, 2, 4, 4))["stable_rank"]
+        >>> compute_measures(["first_token_mass", "stable_rank"], torch.ones(1, 2, 4, 4))["stable_rank"]
         tensor([[1., 1.]], dtype=torch.float64)
     """
     names = list(names)
     of_rows = [name for name in names if MEASURES[name].statistics]
     with torch.no_grad():
-        found = {name: MEASURES[name].function(op) for name in names if name not in of_rows}
+        values = {name: MEASURES[name].function(op) for name in names if name not in of_rows}
         if not of_rows:
-            return found
+            return values
         operator = as_operator(op, f"`{of_rows[0]}`")
         if len(operator.shape) < 4 or operator.shape[0] < 2 or operator.device.type != "cpu":
-            return found | _evaluate_rows(of_rows, operator)
-        sequences = [operator[at : at + 1] for at in range(operator.shape[0])]
+            return values | _measure_rows(of_rows, operator)
+        sequences = [operator[index : index + 1] for index in range(operator.shape[0])]
         at_once = max(1, PARALLEL_BYTES // max(1, 8 * math.prod(operator.shape[1:])))
-        parts = map_threads(lambda sequence: _evaluate_rows(of_rows, sequence), sequences, at_once)
-        return found | {name: torch.cat([part[name] for part in parts]) for name in of_rows}
+        results = map_threads(lambda sequence: _measure_rows(of_rows, sequence), sequences, at_once)
+        return values | {name: torch.cat([result[name] for result in results]) for name in of_rows}
 
 
-def _evaluate_rows(names: list[str], operator: MixingOperator) -> dict[str, Tensor]:
+def _measure_rows(names: list[str], operator: MixingOperator) -> dict[str, Tensor]:
     statistics = {kind: None for name in names for kind in MEASURES[name].statistics}
     walk = _walk(operator, statistics)
     return {name: MEASURES[name].function(walk) for name in names}
@@ -186,9 +186,9 @@ class DistanceToIdentity:
 
     def add(self, start: int, rows: Rows, scaled: Rows) -> None:
         """Subtract 1 from the diagonal entries of a block, and add the norm of the result to the distance."""
-        own = scaled.clone()
-        own.diagonal(offset=start, dim1=-2, dim2=-1).sub_(self.one)
-        self.distance = torch.hypot(self.distance, norm(own, MATRIX))
+        difference = scaled.clone()
+        difference.diagonal(offset=start, dim1=-2, dim2=-1).sub_(self.one)
+        self.distance = torch.hypot(self.distance, norm(difference, MATRIX))
 
 
 class PairwiseDistances:

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from rankwise._internals.linalg import MATRIX, mean_distance, norm, ratio, unit_scale
 from rankwise.errors import RankwiseError, ShapeError, in_range
-from rankwise.measures.rank import effective_rank, scaled_spectrum
+from rankwise.measures.dense_spectrum import map_parts, scaled_svd
+from rankwise.measures.rank import effective_rank
 from rankwise.measures.registry import as_tokens, measure, to_float64
 from rankwise.shapes import TokenMask, Tokens
 
@@ -213,7 +214,7 @@ def coding_rate(
     in_range("`eps`", eps, "(0, inf)", fix="ε is the allowed distortion, such as 0.5.")
     states, valid, usable = as_tokens(tokens, mask, "`coding_rate`")
     count = valid.sum(1, dtype=torch.float64).clamp(min=1)
-    sigma, scale = scaled_spectrum(states, "`coding_rate`")
+    sigma, scale = map_parts(states, "`coding_rate`", scaled_svd)
     units = scale[:, None], ((states.shape[-1] / count).sqrt() / eps)[:, None]
     rate = _log1p_product(sigma.square(), *units).sum(-1) / 2
     off = 4 * max(states.shape[1:]) * EPS * sigma[:, :1]  # error bound of σ from a backward stable SVD
@@ -222,11 +223,11 @@ def coding_rate(
     )
     unsure = (far - near > RTOL * far).nonzero()[:, 0].tolist()
     if unsure:
-        at = unsure[0]
+        row = unsure[0]
         raise RankwiseError(
             "`coding_rate`",
             expected=f"tokens whose rate is known to {RTOL:g} of it after rounding",
-            got=f"sequence {at}, whose rate is between {float(near[at]):.6g} and {float(far[at]):.6g}",
+            got=f"sequence {row}, whose rate is between {float(near[row]):.6g} and {float(far[row]):.6g}",
             fix="Normalize the tokens first, or pass an `eps` near their size: rounding hides directions "
             "below 1e-16 of the largest, and these are above ε.",
         )

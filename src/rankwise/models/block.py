@@ -8,7 +8,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rankwise.models.configuration import ToSTConfig
 from rankwise.models.mixers import MixerState, build_mixer
-from rankwise.skips.modules import LambdaSkip
+from rankwise.skips.lambda_skip import LambdaSkip
 
 
 def make_norm(config: ToSTConfig) -> nn.Module:
@@ -87,8 +87,8 @@ class Block(GradientCheckpointingLayer):
             self.mlp_norm = make_norm(config)
             self.mlp = FeedForward(config)
             self.mlp_scale = make_scale(size, config.layer_scale)
-        for part in (self.mixer, self.mlp):
-            last = getattr(part, "out_proj", None)
+        for sublayer in (self.mixer, self.mlp):
+            last = getattr(sublayer, "out_proj", None)
             if isinstance(last, nn.Linear):
                 # `_init_weights` sees only single modules, so the last layer of each part is marked: it gets
                 # smaller initial weights.

@@ -175,15 +175,15 @@ def rename_weights(weights: Weights, released: ReleasedModel, path: Path) -> dic
         got = f"{_counted(missing)} missing, {_counted(foreign)} unknown"
         raise _unusable(path, expected, got, "Variants of the released models cannot be loaded.")
     renamed = {
-        own: drop_unit_axes(name, weights[name]) for name, own in released.names.items() if name in weights
+        new: drop_unit_axes(name, weights[name]) for name, new in released.names.items() if name in weights
     }
     with torch.device("meta"):
         shapes = {
             name: weight.shape for name, weight in MODELS[released.kind](released.config).state_dict().items()
         }
-    for name, own in released.names.items():
-        if own in renamed and renamed[own].shape != shapes[own]:
-            expected, got = f"shape {tuple(shapes[own])}", f"{tuple(renamed[own].shape)}"
+    for name, new in released.names.items():
+        if new in renamed and renamed[new].shape != shapes[new]:
+            expected, got = f"shape {tuple(shapes[new])}", f"{tuple(renamed[new].shape)}"
             fix = "Sizes are read from the other weights: this weight is of another model."
             raise _unusable(path, expected, got, fix, weight=name)
     if released.kind == "language":

@@ -232,7 +232,7 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
 
 
 def _mask_of_call(attention_mask: Tensor | None, x: Tensor, before: int) -> Bool[Tensor, "B T"] | None:
-    """Return the mask of this call's tokens; None if all are real, because the model is then faster."""
+    """Return the mask of this call's tokens, or None if all tokens are real; the model is faster then."""
     if attention_mask is None:
         return None
     rows, tokens = x.shape[:2]
@@ -251,7 +251,7 @@ def _mask_of_call(attention_mask: Tensor | None, x: Tensor, before: int) -> Bool
 
 
 def _check_positions(position_ids: Tensor, counted: Tensor, mask: Tensor | None, before: int) -> None:
-    """Raise InputError if position ids are known to count neither all tokens nor only real tokens."""
+    """Raise InputError if position ids count neither all tokens nor only the real tokens."""
     if not values_known(position_ids, counted, mask):
         return
     rows, tokens = counted.shape
@@ -268,7 +268,7 @@ def _check_positions(position_ids: Tensor, counted: Tensor, mask: Tensor | None,
 
 
 def _check_length(positions: Tensor, most: int, limit: int) -> None:
-    """Raise InputError if a position has no embedding; if positions are not known, the embedding raises."""
+    """Raise InputError if a position has no embedding. In a compiled graph, the embedding raises instead."""
     if most > limit and values_known(positions) and int(positions.max()) >= limit:
         raise InputError(
             "length of the text",

@@ -12,7 +12,7 @@ from transformers.loss.loss_utils import ForSequenceClassificationLoss
 
 from rankwise.errors import InputError, did_you_mean
 from rankwise.models.configuration import ToSTConfig
-from rankwise.skips.modules import LambdaSkip
+from rankwise.skips.lambda_skip import LambdaSkip
 
 LOSS = ("num_items_in_batch", "ignore_index", "shift_labels")
 """Keyword arguments that the loss functions of transformers accept."""
@@ -55,8 +55,8 @@ class ToSTPreTrainedModel(PreTrainedModel):
             where = {key: options[key] for key in PLACE if key in options}
             saved = model.config if name is None else cls.config_class.from_pretrained(name, **where)
             with torch.device("meta"):
-                known = cls(saved).state_dict()
-            missing = [weight for weight in missing if weight in known]
+                expected = cls(saved).state_dict()
+            missing = [weight for weight in missing if weight in expected]
         if missing:
             raise InputError(
                 f"weights of {cls.__name__}",
@@ -104,7 +104,7 @@ class ToSTPreTrainedModel(PreTrainedModel):
     def _shared_skips(self) -> dict[str, str]:
         """Return {weight name: weight name of the first λ} for every shared λ except the first."""
         modules = self.named_modules()
-        skips = [name for name, one in modules if isinstance(one, LambdaSkip) and one.kind == "shared"]
+        skips = [name for name, skip in modules if isinstance(skip, LambdaSkip) and skip.kind == "shared"]
         return {f"{name}.weight": f"{skips[0]}.weight" for name in skips[1:]}
 
     def _loss_options(self, others: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,12 +114,12 @@ class ToSTPreTrainedModel(PreTrainedModel):
             if name in PACKING and self.main_input_name == "input_ids":
                 raise InputError(f"`{name}`", expected="one text per row", got="several, packed", fix=PACKED)
             if name not in (*LOSS, *IGNORED):
-                known = [known for known in inspect.signature(self.forward).parameters if known != "kwargs"]
+                arguments = [key for key in inspect.signature(self.forward).parameters if key != "kwargs"]
                 raise InputError(
                     f"`{name}`",
                     expected=f"an argument of {type(self).__name__}",
                     got="an unknown argument",
-                    fix=did_you_mean(name, known),
+                    fix=did_you_mean(name, arguments),
                 )
         return {name: value for name, value in options.items() if name in LOSS}
 

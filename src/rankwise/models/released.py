@@ -61,7 +61,7 @@ VISION_BLOCK = {
     "norm1": "mixer_norm", "attn.qkv": "mixer.in_proj", "attn.to_out.0": "mixer.out_proj",
     "norm2": "mlp_norm", "mlp.fc1": "mlp.in_proj", "mlp.fc2": "mlp.out_proj",
 }  # fmt: skip
-VISION_SINGLES = {name: own for name, own in LANGUAGE_SINGLES.items() if name != "attn.denom_bias"}
+VISION_SINGLES = {name: new for name, new in LANGUAGE_SINGLES.items() if name != "attn.denom_bias"}
 CLASS_BLOCK = {
     "norm1": "attention_norm", "attn.qkv": "attention.qkv_proj", "attn.proj": "attention.out_proj",
     "norm2": "mlp_norm", "mlp.fc1": "mlp.in_proj", "mlp.fc2": "mlp.out_proj",
@@ -191,8 +191,8 @@ def drop_unit_axes(released: str, weight: Tensor) -> Tensor:
 
 
 def with_endings(modules: Mapping[str, str], endings: Iterable[str] = ("weight", "bias")) -> dict[str, str]:
-    """Return {released weight name: own name} for the given parameters (endings) of each module."""
-    return {f"{name}.{end}": f"{own}.{end}" for name, own in modules.items() for end in endings}
+    """Return {released weight name: name here} for the given parameters (endings) of each module."""
+    return {f"{name}.{end}": f"{new}.{end}" for name, new in modules.items() for end in endings}
 
 
 def in_layers(
@@ -204,12 +204,12 @@ def in_layers(
     endings: Iterable[str] = ("weight", "bias"),
     first: int = 0,
 ) -> dict[str, str]:
-    """Return {released weight name: own name} for all layers; own layer indices begin at ``first``."""
+    """Return {released weight name: name here} for all layers; here, layers are counted from ``first`` on."""
     block = {**singles, **with_endings(modules, endings)}
     return {
-        f"{theirs}.{layer}.{name}": f"{ours}.{first + layer}.{own}"
+        f"{theirs}.{layer}.{name}": f"{ours}.{first + layer}.{new}"
         for layer in range(layers)
-        for name, own in block.items()
+        for name, new in block.items()
     }
 
 

@@ -1,5 +1,5 @@
-"""Monitor rank during training: audit a fixed probe batch, log scalars, and stop training on findings."""
+"""Monitor rank during training: audit a fixed probe batch, log numbers, and stop training on findings."""
 
-from rankwise.monitor.monitor import RankMonitor, scalars
+from rankwise.monitor.monitor import RankMonitor, logged_numbers
 
-__all__ = ["RankMonitor", "scalars"]
+__all__ = ["RankMonitor", "logged_numbers"]

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from rankwise.errors import InputError
-from rankwise.monitor.monitor import RankMonitor, continues, scalars
+from rankwise.monitor.monitor import RankMonitor, continues, logged_numbers
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerCallback
@@ -14,7 +14,7 @@ LIGHTNING = ("lightning.pytorch", "pytorch_lightning")
 
 
 def trainer_callback(monitor: RankMonitor, trainer: "Trainer") -> "TrainerCallback":
-    """Return a callback of a transformers Trainer that audits after steps, logs scalars and can stop."""
+    """Return a callback of a transformers Trainer that audits after steps, logs numbers and can stop."""
     from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
     def step(state: Any, control: Any, model: Any) -> None:
@@ -24,20 +24,17 @@ def trainer_callback(monitor: RankMonitor, trainer: "Trainer") -> "TrainerCallba
             handler = trainer.callback_handler
             every = handler.callbacks  # numbers per layer are for loggers; a console would print all of them
             handler.callbacks = [
-                one for one in every if not isinstance(one, PrinterCallback | ProgressCallback)
+                callback for callback in every if not isinstance(callback, PrinterCallback | ProgressCallback)
             ]
             try:
                 with continues("Trainer.log"):
-                    trainer.log(scalars(audit))
+                    trainer.log(logged_numbers(audit))
             finally:
                 handler.callbacks, control.should_log = every, should_log
         if monitor.stopped_by is not None:
             control.should_training_stop = True
 
     class RankCallback(TrainerCallback):
-        def __reduce__(self) -> Any:
-            return trainer_callback, (monitor, trainer)
-
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             step(state, control, kwargs["model"])
 
@@ -57,7 +54,7 @@ def trainer_callback(monitor: RankMonitor, trainer: "Trainer") -> "TrainerCallba
 
 
 def lightning_callback(monitor: RankMonitor) -> Any:
-    """Return a Lightning callback that audits after batches, logs scalars and can stop training."""
+    """Return a Lightning callback that audits after batches, logs numbers and can stop training."""
     package = next((name for name in LIGHTNING if find_spec(name.split(".")[0])), None)
     if package is None:
         raise InputError(
@@ -77,7 +74,7 @@ def lightning_callback(monitor: RankMonitor) -> Any:
             if audit is not None and trainer.is_global_zero:
                 for logger in trainer.loggers:
                     with continues("log_metrics"):
-                        logger.log_metrics(scalars(audit), step=trainer.global_step)
+                        logger.log_metrics(logged_numbers(audit), step=trainer.global_step)
             if monitor.stopped_by is not None:
                 trainer.should_stop = True
 

@@ -46,28 +46,20 @@ class AuditFolder:
             raise InputError(
                 f"`folder` {self.folder}",
                 expected="a folder without audits of another training",
-                got=", ".join(f"step-{at}" for at in sorted(audits)[:4]),
+                got=", ".join(f"step-{number}" for number in sorted(audits)[:4]),
                 fix="Choose another folder or remove that one; to resume from a checkpoint with its audits, "
                 "set `resume=True`.",
             )
         if writes:
-            for path in (path for at, path in audits.items() if at >= step):
+            for path in (path for number, path in audits.items() if number >= step):
                 with suppress(OSError):  # the user may keep other files in the folder
                     path.unlink(missing_ok=True)
                     path.parent.rmdir()
             with suppress(OSError):  # an earlier run that stopped leaves its probe
                 (self.folder / PROBE).unlink(missing_ok=True)
-        return History((at, Audit.load(path)) for at, path in audits.items() if at < step and resume)
-
-    def set_aside(self, step: int) -> None:
-        """Move the audits from a step on to ``before-restart-N``, because training repeats these steps."""
-        names = (path.name.rpartition("-")[2] for path in self.folder.glob("before-restart-*"))
-        number = 1 + max((int(name) for name in names if name.isdecimal()), default=0)
-        place = self.folder / f"before-restart-{number}"
-        for path in (path for at, path in self._audits().items() if at >= step):
-            with suppress(OSError):
-                place.mkdir(exist_ok=True)
-                path.parent.rename(place / path.parent.name)
+        return History(
+            (number, Audit.load(path)) for number, path in audits.items() if number < step and resume
+        )
 
     def _audits(self) -> dict[int, Path]:
         return {
@@ -93,12 +85,12 @@ class AuditFolder:
     def write_probe(self, batches: Sequence[Batch]) -> str:
         """Write the probe batches next to the audits; return an empty string, or the cause if it failed."""
         tensors = {
-            f"{at}.{name}": tensor.detach().cpu().contiguous()
-            for at, batch in enumerate(batches)
+            f"{number}.{name}": tensor.detach().cpu().contiguous()
+            for number, batch in enumerate(batches)
             for name, tensor in tensors_of(batch).items()
         }
         path = self.folder / PROBE
-        return _why_not_written(lambda: write_file(path, lambda part: save_file(tensors, part), "probe"))
+        return _why_not_written(lambda: write_file(path, lambda target: save_file(tensors, target), "probe"))
 
     def finish(self, history: History) -> Path | None:
         """Write all audits and an HTML page; return the path of the page, or None with a logged warning."""

@@ -4,7 +4,6 @@ import logging
 import math
 import operator
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -32,6 +31,7 @@ from rankwise.auditing.findings import check_codes
 from rankwise.auditing.history import History
 from rankwise.auditing.match_findings import finding_changes
 from rankwise.auditing.records import Finding
+from rankwise.auditing.remedies import remedy_text
 from rankwise.auditing.settings import AuditOptions, AuditSettings, check_callable
 from rankwise.errors import InputError, first_line, whole_number
 from rankwise.monitor.folder import AuditFolder
@@ -44,6 +44,8 @@ EVERY = 500
 STOP_SPREAD, STOP_AUDITS = 0.0002, 3
 """COLLAPSE stops a training if the least token spread of a stack is below this value in so many audits in a
 row after step 0: the rule that stopped no kept run that learned (docs/evidence/collapse-rule.md)."""
+RECOMMEND = "rw.skips.recommend(monitor.history.audits[-1], model, monitor.batches[0])"
+"""Code of the remedy of COLLAPSE, with the names of a training."""
 LOGGED: Mapping[str, tuple[str, ...]] = {
     "heads": ("effective_rank", "stable_rank", "first_token_mass"),
     "states": ("spread", "mean_cosine", "effective_rank"),
@@ -67,8 +69,7 @@ class RankMonitor:
 
     A monitor ends no training except by ``stop_on``: after the first call of `step`, an error is logged and
     the audit left out; if memory runs out, at the first call too. If training goes back to a lower step, as
-    `auto_find_batch_size` does, audits from that step on are set aside in the folder, and the first time a
-    warning says so. A monitor can be pickled, as for spawned processes.
+    `auto_find_batch_size` does, the next audit follows when training has passed the last audit.
 
     Cost: one audit of the probe per `every` steps, with a copy of the buffers and of the weights of layers
     that override ``train``. `seconds` is the total time of audits.
@@ -84,7 +85,7 @@ class RankMonitor:
             If the disk is full later, one warning is logged and training continues.
         resume: True if training resumes from a checkpoint with the same folder. Audits before the first step
             are read into `history`; later audits are removed, because training repeats their steps.
-        log: function called with the scalars and the step of each audit, such as ``wandb.log``.
+        log: function called with `logged_numbers` and the step of each audit, such as ``wandb.log``.
         on_finding: function called with the step and each new finding.
         **options: options of `rankwise.audit`, such as ``delta``, ``rank_method``, ``sites``, ``blocks``.
 
@@ -129,13 +130,12 @@ class RankMonitor:
         self._log, self._on_finding, self._options = log, on_finding, options
         self._audit_folder = None if self.folder is None else AuditFolder(self.folder)
         self._resume = resume
-        self._last: tuple[Callable[[], nn.Module | None], int] | None = None
-        """Reference to the model, and step, of the previous call of `step`; None before the first call. In a
-        copy made by pickle the reference returns None."""
-        self._due, self._finished = 0, False
-        """Step from which on an audit is due; True after `finish`."""
-        self._said: set[str] = set()
-        """Messages that were logged and are not repeated."""
+        self._last_step: int | None = None
+        """Step of the last call; None before the first call."""
+        self._due = 0
+        """Lowest step at which the next audit is due."""
+        self._has_warned = False
+        """True after the warning that training goes back."""
 
     def step(self, model: nn.Module, step: int) -> Audit | None:
         """Audit the probe and return the audit, if one is due; call this after every training step, from 0.
@@ -147,12 +147,18 @@ class RankMonitor:
                 a sequence of the probe contains only padding.
             KeyboardInterrupt: if Ctrl-C interrupts the audit, which is then discarded.
         """
-        step, first = _step_number(step), self._last is None
+        step, first = _step_number(step), self._last_step is None
         if first:
             self._begin(model, step)
-        elif not self._continues(model, step):
-            return None
-        self._last = weakref.ref(model), step
+        elif step < (self._last_step or 0) and not self._has_warned:
+            logger.warning(
+                "training goes back to step %d: the next audit is at step %d. Count steps over all epochs, "
+                "and make a new RankMonitor for another training.",
+                step,
+                self._due,
+            )
+            self._has_warned = True
+        self._last_step = step
         if step < self._due:
             return None
         self._due = step + self.every
@@ -210,31 +216,17 @@ class RankMonitor:
         recent = [audit for step, audit in self.history if step > 0][-STOP_AUDITS:]
         low = [
             any(
-                one.code == "COLLAPSE"
-                and one.where.stack == finding.where.stack
-                and one.evidence["spread_lowest"] < STOP_SPREAD
-                for one in audit.findings
+                collapse.code == "COLLAPSE"
+                and collapse.where.stack == finding.where.stack
+                and collapse.evidence["spread_lowest"] < STOP_SPREAD
+                for collapse in audit.findings
             )
             for audit in recent
         ]
         return len(low) == STOP_AUDITS and all(low)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes without the model, which a process that is spawned does not share."""
-        return {**vars(self), "_last": self._last and (type(None), self._last[1])}
-
-    def __getattr__(self, name: str) -> Any:
-        """Raise AttributeError; for names of callback methods, the error says what to pass to a trainer."""
-        hint = ""
-        if name.startswith("on_"):
-            hint = (
-                ". A monitor is not a callback: pass `monitor.attach(trainer)` for transformers, "
-                "`callbacks=[monitor.lightning()]` for Lightning, `monitor.step(model, step)` in a loop"
-            )
-        raise AttributeError(f"'RankMonitor' object has no attribute {name!r}{hint}", name=name, obj=self)
-
     def attach(self, trainer: "Trainer") -> "TrainerCallback":
-        """Add a callback to a transformers Trainer that audits and logs scalars; return the callback."""
+        """Add a callback to a transformers Trainer that audits and logs numbers; return the callback."""
         from rankwise.monitor.callbacks import trainer_callback
 
         callback = trainer_callback(self, trainer)
@@ -249,7 +241,6 @@ class RankMonitor:
 
     def finish(self) -> Path | None:
         """Write history and HTML page; return the page's path, None if nothing was written."""
-        self._finished = True
         if self._audit_folder is None or not len(self.history) or not _is_first_process():
             return None
         return self._audit_folder.finish(self.history)
@@ -259,47 +250,13 @@ class RankMonitor:
         for number, batch in enumerate(self.batches, 1):
             check_rows(model, batch, number)
         if self._audit_folder is not None:
-            first = _is_first_process()
-            for at, saved in self._audit_folder.begin(step, resume=self._resume, writes=first):
-                self.history.add(at, saved)
-        self._start_at(step)
-
-    def _start_at(self, step: int) -> None:
-        """Let the next audit be at the first multiple of `every` that is not below a step."""
-        self._due = -(-step // self.every) * self.every
-
-    def _continues(self, model: nn.Module, step: int) -> bool:
-        """Return True if a step belongs to the training of the steps before, which may go back."""
-        assert self._last is not None  # set by the first step
-        known, last = self._last[0](), self._last[1]
-        if step >= last and (known is model or self._last[0] is type(None)):
-            return True
-        if step < last and not self._finished and known in (None, model):
-            self._say_once(
-                logging.WARNING,
-                "training goes back to step %d: later audits are set aside in the folder. If this is another "
-                "epoch, count steps over all epochs",
-                step,
-            )
-            self.history = History((at, audit) for at, audit in self.history if at < step)
-            if self._audit_folder is not None and _is_first_process():
-                self._audit_folder.set_aside(step)
-            self._start_at(step)
-            return True
-        self._say_once(
-            logging.ERROR,
-            "step %d: no audit of %s. Make a new RankMonitor for another training; in one training pass "
-            "the same object at each step, either the model or its wrapper.",
-            step,
-            "another training" if known is model else "another model",
-        )
-        return False
-
-    def _say_once(self, level: int, message: str, *values: object) -> None:
-        """Log a message, but only the first time; a later one may have other values."""
-        if message not in self._said:
-            logger.log(level, message, *values)
-        self._said.add(message)
+            for earlier, saved in self._audit_folder.begin(
+                step, resume=self._resume, writes=_is_first_process()
+            ):
+                self.history.add(earlier, saved)
+        self._due = (
+            -(-step // self.every) * self.every
+        )  # first multiple of `every` that is not below the step
 
     def _report(self, step: int, result: Audit, new: Sequence[Finding], stops_now: bool) -> None:
         unsaved = {} if self._audit_folder is None else {"audit": self._audit_folder.write(step, result)}
@@ -319,9 +276,11 @@ class RankMonitor:
                 lowest = min(states, key=lambda state: state.spread)
                 rule = f" {STOP_AUDITS} audits in a row below {STOP_SPREAD:g}, the last with "
                 rule += f"{lowest.spread:.2g} after {lowest.blocks} blocks."
-            ours = "monitor.history.audits[-1], model, monitor.batches[0]"
-            remedy = stop.remedy.replace("audit, model, batch", ours)
-            words = f"at {stop.place}:{rule} {stop.meaning} {remedy}"
+            remedy = stop.remedy
+            if remedy is not None and stop.code == "COLLAPSE":
+                remedy = remedy.model_copy(update={"code": RECOMMEND})
+            advice = "" if remedy is None else f" What to do: {remedy_text(remedy)}"
+            words = f"at {stop.place}:{rule} {stop.meaning}{advice}"
             logger.error("step %d: training stops on %s%s, %s", step, stop.code, where, words)
         if self._on_finding is not None:
             for finding in new:
@@ -329,7 +288,7 @@ class RankMonitor:
                     self._on_finding(step, finding)
         if self._log is not None:
             with continues("log"):
-                self._log(scalars(result) | {"rank/seconds": self.seconds}, step)
+                self._log(logged_numbers(result) | {"rank/seconds": self.seconds}, step)
 
 
 @contextmanager
@@ -363,7 +322,7 @@ def preserve_merged_weights(model: nn.Module) -> Iterator[None]:
                 weight.data.copy_(copy)  # unseen by autograd: a pending backward pass may use the weight
 
 
-def scalars(audit: Audit, prefix: str = "rank") -> dict[str, float]:
+def logged_numbers(audit: Audit, prefix: str = "rank") -> dict[str, float]:
     """Return numbers of an audit by name for a logger, such as ``rank/heads_effective_rank/decoder.03``.
 
     Names are ``prefix/of_measure/stack.layer``, where a stack is a sequence of blocks. State 0 is the input
@@ -372,7 +331,7 @@ def scalars(audit: Audit, prefix: str = "rank") -> dict[str, float]:
     Examples:
         >>> from rankwise.auditing.records import Provenance
         >>> about = Provenance(model="m", delta=0.01)
-        >>> scalars(Audit(provenance=about, heads=[], states=[], findings=[]))
+        >>> logged_numbers(Audit(provenance=about, heads=[], states=[], findings=[]))
         {'rank/findings/error': 0.0, 'rank/findings/warning': 0.0}
     """
     named: dict[str, float] = {}
@@ -426,7 +385,7 @@ def _is_first_process() -> bool:
 
 
 def _broadcast_from_first(stopping: Finding | None, device: torch.device) -> Finding | None:
-    """Return the first process's stop decision in every process; if only some stop, the rest hang."""
+    """Return the decision of the first process, in every process: if only some stop, the others hang."""
     decision = [stopping]
     if _several_processes():
         torch.distributed.broadcast_object_list(decision, src=0, device=device)

@@ -129,8 +129,8 @@ class MixingOperator(ABC):
         tokens, out = self.shape[-2], None
         for start in range(0, tokens, ROW_BLOCK):
             stop = min(start + ROW_BLOCK, tokens)
-            part = self.rows(start, stop).to(values.dtype).mT @ values[..., start:stop, :]
-            out = part if out is None else out + part
+            product = self.rows(start, stop).to(values.dtype).mT @ values[..., start:stop, :]
+            out = product if out is None else out + product
         assert out is not None  # an operator has at least one row
         return out
 
@@ -193,7 +193,7 @@ class ComposedMixing(MixingOperator):
     @property
     def dtype(self) -> torch.dtype:
         """Widest dtype of the composed operators."""
-        return reduce(torch.promote_types, (part.dtype for part in self.parts))
+        return reduce(torch.promote_types, (operator.dtype for operator in self.parts))
 
     @property
     def device(self) -> torch.device:
@@ -202,11 +202,11 @@ class ComposedMixing(MixingOperator):
 
     def map_tensors(self: _Composed, change: Callable[[Tensor], Tensor]) -> _Composed:
         """Return the operator with a function applied to every tensor of every part."""
-        return self._of(*(part.map_tensors(change) for part in self.parts))
+        return self._of(*(operator.map_tensors(change) for operator in self.parts))
 
     def __getitem__(self: _Composed, index: Index) -> _Composed:
         """Return the operator with selected sequences and heads of every part."""
-        return self._of(*(part[index] for part in self.parts))
+        return self._of(*(operator[index] for operator in self.parts))
 
 
 class TransposedMixing(ComposedMixing):
@@ -230,8 +230,8 @@ class TransposedMixing(ComposedMixing):
         """Return rows of Mᵀ, which are columns of M; all rows of M are computed, one block at a time."""
         tokens = self.operator.shape[-2]
         blocks = [
-            self.operator.rows(at, min(at + ROW_BLOCK, tokens))[..., start:stop]
-            for at in range(0, tokens, ROW_BLOCK)
+            self.operator.rows(first, min(first + ROW_BLOCK, tokens))[..., start:stop]
+            for first in range(0, tokens, ROW_BLOCK)
         ]
         return torch.cat(blocks, dim=-2).mT
 
@@ -260,10 +260,10 @@ def compute_dtype(*dtypes: torch.dtype) -> torch.dtype:
 
 def index_leading(tensor: Tensor, index: Index, leading: torch.Size) -> Tensor:
     """Expand the leading axes of a tensor to the sizes ``leading``, and index only these axes."""
-    own = tensor.shape[len(leading) :]
+    axes = tensor.shape[len(leading) :]
     picks = index if isinstance(index, tuple) else (index,)
     picks = picks if any(pick is Ellipsis for pick in picks) else (*picks, ...)
-    return tensor.expand(*leading, *own)[(*picks, *(slice(None) for _ in own))]
+    return tensor.expand(*leading, *axes)[(*picks, *(slice(None) for _ in axes))]
 
 
 def check_mask(mask: Tensor, shape: torch.Size, subject: str) -> Tensor:

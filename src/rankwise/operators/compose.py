@@ -24,12 +24,12 @@ class _SeveralMixing(ComposedMixing, FastMixing):
     _requirement: str
 
     def __init__(self, *parts: MixingOperator) -> None:
-        alike = all(part.shape[:-2] == parts[0].shape[:-2] for part in parts)
+        alike = all(operator.shape[:-2] == parts[0].shape[:-2] for operator in parts)
         if not (parts and alike and self._fits(parts)):
             raise ShapeError(
                 f"`{type(self).__name__}`",
                 expected=f"operators of the same leading axes {self._requirement}",
-                got=", ".join(str(tuple(part.shape)) for part in parts) or "none",
+                got=", ".join(str(tuple(operator.shape)) for operator in parts) or "none",
                 fix="Give each operator every sequence and head; `DiagonalMixing` scales tokens.",
             )
         self.parts = parts
@@ -61,7 +61,7 @@ class ProductMixing(_SeveralMixing):
 
     def __init__(self, *parts: MixingOperator) -> None:
         super().__init__(*parts)
-        self.may_hide_columns = any(part.may_hide_columns for part in parts)
+        self.may_hide_columns = any(operator.may_hide_columns for operator in parts)
 
     @staticmethod
     def _fits(parts: tuple[MixingOperator, ...]) -> bool:
@@ -75,22 +75,22 @@ class ProductMixing(_SeveralMixing):
     def rows(self, start: int, stop: int) -> Float[Tensor, "*batch R S"]:
         """Return rows of M: rows of the first part, multiplied by each further part in turn."""
         rows = self.parts[0].rows(start, stop).mT
-        for part in self.parts[1:]:
-            rows = part.apply_transposed(rows)
+        for operator in self.parts[1:]:
+            rows = operator.apply_transposed(rows)
         return rows.mT
 
     def support_rows(self, start: int, stop: int) -> Bool[Tensor, "*batch R S"]:
         """Return rows of the support: True where the supports of the parts allow a non-zero entry."""
         seen = self.parts[0].support_rows(start, stop)
-        for part in self.parts[1:]:
-            if not isinstance(part, DiagonalMixing):  # a diagonal part does not change the support
-                seen = (seen.float() @ part.support().float()) > 0
+        for operator in self.parts[1:]:
+            if not isinstance(operator, DiagonalMixing):  # a diagonal operator does not change the support
+                seen = (seen.float() @ operator.support().float()) > 0
         return seen.expand(*self.shape[:-2], *seen.shape[-2:])
 
     def _multiply(self, values: Tensor, transposed: bool) -> Tensor:
         if transposed:
-            return reduce(lambda u, part: part.apply_transposed(u), self.parts, values)
-        return reduce(lambda v, part: part @ v, reversed(self.parts), values)
+            return reduce(lambda u, operator: operator.apply_transposed(u), self.parts, values)
+        return reduce(lambda v, operator: operator @ v, reversed(self.parts), values)
 
 
 class SumMixing(_SeveralMixing):
@@ -115,11 +115,11 @@ class SumMixing(_SeveralMixing):
     def __init__(self, *parts: MixingOperator) -> None:
         super().__init__(*parts)
         # A column is hidden from all rows only if every term hides it.
-        self.may_hide_columns = all(part.may_hide_columns for part in parts)
+        self.may_hide_columns = all(operator.may_hide_columns for operator in parts)
 
     @staticmethod
     def _fits(parts: tuple[MixingOperator, ...]) -> bool:
-        return all(part.shape == parts[0].shape for part in parts)
+        return all(operator.shape == parts[0].shape for operator in parts)
 
     @property
     def shape(self) -> torch.Size:
@@ -128,14 +128,16 @@ class SumMixing(_SeveralMixing):
 
     def rows(self, start: int, stop: int) -> Float[Tensor, "*batch R S"]:
         """Return the sum of the rows of the parts."""
-        return reduce(torch.add, (part.rows(start, stop) for part in self.parts))
+        return reduce(torch.add, (operator.rows(start, stop) for operator in self.parts))
 
     def support_rows(self, start: int, stop: int) -> Bool[Tensor, "*batch R S"]:
         """Return rows of the support: True where an entry is in the support of any part."""
-        return reduce(torch.logical_or, (part.support_rows(start, stop) for part in self.parts))
+        return reduce(torch.logical_or, (operator.support_rows(start, stop) for operator in self.parts))
 
     def _multiply(self, values: Tensor, transposed: bool) -> Tensor:
-        products = (part.apply_transposed(values) if transposed else part @ values for part in self.parts)
+        products = (
+            operator.apply_transposed(values) if transposed else operator @ values for operator in self.parts
+        )
         return reduce(torch.add, products)
 
 

@@ -158,8 +158,8 @@ def delta_scan(
         [0.5, 0.75, 0.875]
     """
     state, outputs = None, []
-    for part in _parts(log_decay, chunk):
-        block, v = _block(query, key, beta, log_decay, part), values[..., part, :]
+    for span in _spans(log_decay, chunk):
+        block, v = _block(query, key, beta, log_decay, span), values[..., span, :]
         wanted = block.beta * (v if state is None else v - (block.key * block.reach) @ state)
         update = torch.linalg.solve_triangular(block.system, wanted, upper=False, unitriangular=True)
         output, added = block.attend @ update, (block.key * block.tail).mT @ update
@@ -188,8 +188,8 @@ def delta_scan_transposed(
         [0.875, 0.75, 0.5]
     """
     state, outputs = None, []
-    for part in reversed(_parts(log_decay, chunk)):
-        block, w = _block(query, key, beta, log_decay, part), values[..., part, :]
+    for span in reversed(_spans(log_decay, chunk)):
+        block, w = _block(query, key, beta, log_decay, span), values[..., span, :]
         wanted = block.attend.mT @ w
         wanted = wanted if state is None else wanted + (block.key * block.tail) @ state
         solved = torch.linalg.solve_triangular(block.system.mT, wanted, upper=True, unitriangular=True)
@@ -200,17 +200,17 @@ def delta_scan_transposed(
     return torch.cat(outputs[::-1], dim=-2)
 
 
-def _parts(log_decay: Tensor, chunk: int | None) -> list[slice]:
+def _spans(log_decay: Tensor, chunk: int | None) -> list[slice]:
     """Return the chunks of tokens as slices, from the first chunk to the last."""
     tokens, features = log_decay.shape[-2:]
     chunk = chunk or (CHUNK if features == 1 else CHANNEL_CHUNK)
     return [slice(start, start + chunk) for start in range(0, tokens, chunk)]
 
 
-def _block(query: Tensor, key: Tensor, beta: Tensor, log_decay: Tensor, part: slice) -> _Block:
-    q, k, decay = query[..., part, :], key[..., part, :], log_decay[..., part, :]
+def _block(query: Tensor, key: Tensor, beta: Tensor, log_decay: Tensor, span: slice) -> _Block:
+    q, k, decay = query[..., span, :], key[..., span, :], log_decay[..., span, :]
     weights = log_weights(decay.mT).exp()  # shape (..., F, C, C)
-    b = beta[..., part, None]
+    b = beta[..., span, None]
     if decay.shape[-1] == 1:
         attend, system = (q @ k.mT) * weights[..., 0, :, :], (k @ k.mT) * weights[..., 0, :, :]
     else:

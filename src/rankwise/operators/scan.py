@@ -74,12 +74,12 @@ def scan(
     """
     state, outputs = None, []
     for start in range(0, values.shape[-2], chunk):
-        part = slice(start, start + chunk)
-        q, k, v = left[..., part, :], right[..., part, :], values[..., part, :]
+        span = slice(start, start + chunk)
+        q, k, v = left[..., span, :], right[..., span, :], values[..., span, :]
         if log_decay is None:
             products = (q @ k.mT).tril()
         else:
-            decay = log_decay[..., part]
+            decay = log_decay[..., span]
             logs = log_weights(decay)
             products = (q @ k.mT) * logs.exp()
             k = k * logs[..., -1, :, None].exp()

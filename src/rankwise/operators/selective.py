@@ -163,15 +163,15 @@ def selective_scan(
     state, outputs = values.new_zeros(size), []
     chunk = max(1, numbers // max(1, state.numel()))
     for start in range(0, values.shape[-2], chunk):
-        part = slice(start, start + chunk)
+        span = slice(start, start + chunk)
         # The token axis comes first, so that the state of each token is contiguous in memory.
-        decay = (step[..., part, None] * rate[..., None, :]).exp().movedim(-2, 0)[..., None]
-        added = (right[..., part, :, None] * values[..., part, None, :]).movedim(-3, 0)
+        decay = (step[..., span, None] * rate[..., None, :]).exp().movedim(-2, 0)[..., None]
+        added = (right[..., span, :, None] * values[..., span, None, :]).movedim(-3, 0)
         states = []
         for a, x in zip(decay.unbind(), added.unbind(), strict=True):
             state = torch.addcmul(x, a, state)
             states.append(state)
         # An elementwise product and a sum: many small matrix products would take longer on a CPU.
-        read = left[..., part, :, None].expand(*lead, -1, -1, 1).movedim(-3, 0)
+        read = left[..., span, :, None].expand(*lead, -1, -1, 1).movedim(-3, 0)
         outputs.append((read * torch.stack(states)).sum(-2))
     return torch.cat(outputs).movedim(0, -2)

@@ -121,8 +121,8 @@ class SoftmaxMixing(MixingOperator):
         # If the width is not K, torch does not use its fused kernel and forms the whole matrix. So the values
         # are padded and split into parts of width K.
         whole = F.pad(values, (0, -width % self.query.shape[-1]))
-        parts = [self._attend(part) for part in whole.split(self.query.shape[-1], -1)]
-        return (parts[0] if len(parts) == 1 else torch.cat(parts, -1))[..., :width]
+        outputs = [self._attend(piece) for piece in whole.split(self.query.shape[-1], -1)]
+        return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1))[..., :width]
 
     def _attend(self, values: Tensor) -> Tensor:
         mask, dtype = self.mask, values.dtype
@@ -160,9 +160,10 @@ def hidden_by(bias: Tensor) -> Tensor:
     """Return booleans, True at entries of a bias that hide the scores to which the bias is added.
 
     Rule 1: an entry of at most −9000 hides its score. Rule 2: an entry hides its score if it is more than
-    87.3 below the largest entry of its row (`NO_WEIGHT`), and a gap of more than half of this separates such
-    entries from the others. Thus −100 in shifted windows hides scores, but the evenly decreasing bias of
-    ALiBi does not. Rule 2 never hides a column from every row, because the column would count as padding.
+    87.3 below the largest entry of its row (`NO_WEIGHT`), provided that a gap of more than 43.7 separates
+    these entries from the rest of the row. Thus −100 in shifted windows hides scores, but the evenly
+    decreasing bias of ALiBi does not. Rule 2 never hides a column from every row, because the column would
+    count as padding.
     """
     bias = bias.detach()
     bias = bias[None] if bias.dim() < 2 else bias

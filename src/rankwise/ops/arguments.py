@@ -78,7 +78,7 @@ class Call(NamedTuple):
         return Sums(energy, energy.clone(), energy.new_zeros((batch, heads)))
 
 
-class Solution(NamedTuple):
+class Outputs(NamedTuple):
     """Result of a `tssa` call: output, memberships and, if causal, the sums after the last token."""
 
     output: Float[Tensor, "B T H K"]

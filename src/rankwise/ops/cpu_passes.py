@@ -108,8 +108,8 @@ def _causal_backward(
     written = (d_membership, d_score, d_temperature, d_energies)
     work.run(memberships_back_causal, *read, d_after, d_after_mass, *written)
     d_energies, d_energy = work.carry(d_energies, d_end[0], backward=True)
-    read = (energies, ENERGY_EPS, d_energies, d_after)
-    work.run(scores_back_causal, w, d_score, membership, *where, *read, dw)
+    after = (energies, ENERGY_EPS, d_energies, d_after)
+    work.run(scores_back_causal, w, d_score, membership, *where, *after, dw)
     return d_temperature, d_score, work.narrow(d_energy, d_assigned, d_mass)
 
 

@@ -28,8 +28,8 @@ from rankwise.ops.arguments import (
     Call,
     Cotangents,
     Gradients,
+    Outputs,
     Saved,
-    Solution,
     Sums,
     sum_dtype,
 )
@@ -86,7 +86,7 @@ def import_failure(package: str) -> str:
     return ""
 
 
-def solve(call: Call, impl: str) -> Solution:
+def solve(call: Call, impl: str) -> Outputs:
     """Run a call by the reference, by a custom operator or, if nothing observes torch, directly by a kernel.
 
     Raise `InputError` for derivatives that custom operators would silently drop, or have no rule for.
@@ -105,10 +105,10 @@ def solve(call: Call, impl: str) -> Solution:
     keep_scores = torch.is_grad_enabled() and (transformed or any(x.requires_grad for x in inputs))
     if not (keep_scores or transformed) and _unobserved([*inputs, call.mask, call.rate]):
         output, saved = kernels(impl).forward(call, keep_scores)
-        return Solution(output, saved.membership, saved.sums if call.causal else None)
+        return Outputs(output, saved.membership, saved.sums if call.causal else None)
     arguments = (*call[:4], *start, call.rate, call.causal, impl, keep_scores)
     output, membership, _, *sums = tssa_forward(*arguments)
-    return Solution(output, membership, Sums(*sums) if call.causal else None)
+    return Outputs(output, membership, Sums(*sums) if call.causal else None)
 
 
 def _unobserved(tensors: list[Tensor | None]) -> bool:

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
-from rankwise.ops.arguments import Call, Solution, Sums, sum_dtype
+from rankwise.ops.arguments import Call, Outputs, Sums, sum_dtype
 
 NORM_EPS = 1e-12
 """Lower bound of the norm of a channel over all tokens, in bidirectional TSSA."""
@@ -22,7 +22,7 @@ BLOCK = 64
 """Number of tokens that one matrix product adds to a decaying sum."""
 
 
-def solve(call: Call) -> Solution:
+def solve(call: Call) -> Outputs:
     """Return output, memberships and final sums of a call.
 
     Entries of w that are not finite are replaced by 0, and NaN is added as a constant to all results that
@@ -50,7 +50,7 @@ def solve(call: Call) -> Solution:
         end = Sums(end.energy + _nan_where(seen, w)[:, -1], end.assigned + last, end.mass + last[..., 0])
     if mask is not None:
         spread = spread.masked_fill(~mask[..., None, None], 0.0)
-    return Solution((output + spread).to(call.w.dtype), membership + spread[..., 0], end)
+    return Outputs((output + spread).to(call.w.dtype), membership + spread[..., 0], end)
 
 
 def _nan_where(condition: Tensor, like: Tensor) -> Tensor:

@@ -115,7 +115,10 @@ def output_back_kernel(
     H, K, BT: tl.constexpr, BK: tl.constexpr, MASKED: tl.constexpr, DECAYED: tl.constexpr,
     FINISH: tl.constexpr,
 ):  # fmt: skip
-    """Write gradients through outputs: of the sums at the chunk's start, or (FINISH) of w and memberships."""
+    """Go backward through the outputs.
+
+    Write gradients of the sums at the chunk's start or, with FINISH, of w and memberships.
+    """
     c, h = tl.program_id(0), tl.program_id(1)
     inside, real, row, cell, read, written = indices(mask, first, last, H, K, BT, BK, MASKED)
     x = tl.load(w + cell, mask=read, other=0.0).to(base.dtype.element_ty)
@@ -158,7 +161,7 @@ def score_back_kernel(
     H, K, BT: tl.constexpr, BK: tl.constexpr, MASKED: tl.constexpr, DECAYED: tl.constexpr,
     FINISH: tl.constexpr,
 ):  # fmt: skip
-    """Write gradients through scores: of the energy at the chunk's start, or (FINISH) of w."""
+    """Go backward through the scores: write gradients of the chunk's first energy, or (FINISH) of w."""
     c, h = tl.program_id(0), tl.program_id(1)
     _inside, real, row, cell, read, written = indices(mask, first, last, H, K, BT, BK, MASKED)
     x = tl.load(w + cell, mask=read, other=0.0).to(base.dtype.element_ty)

@@ -6,9 +6,8 @@ from rankwise._internals.lazy import lazy_names
 
 if TYPE_CHECKING:
     from rankwise.plan.planner import plan_head_dim
-    from rankwise.plan.record import HeadDimPlan, QKCost, TrainedWidth
-    from rankwise.plan.trained_heads import trained_widths
+    from rankwise.plan.records import HeadDimCost, HeadDimPlan, TrainedWidth
 
-__all__ = ["HeadDimPlan", "QKCost", "TrainedWidth", "plan_head_dim", "trained_widths"]
+__all__ = ["HeadDimCost", "HeadDimPlan", "TrainedWidth", "plan_head_dim"]
 
 __getattr__, __dir__ = lazy_names(__name__)

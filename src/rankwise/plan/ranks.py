@@ -1,6 +1,5 @@
 """Compute the rank of one head with random query and key weights, at many query/key widths."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -8,11 +7,8 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.nn import functional as F
 
-from rankwise._internals.linalg import as_float64
 from rankwise._internals.rotary import ROPE_BASE, apply_rope, rope_angles
-from rankwise.theory.random_heads import rank_of_stochastic
 
 POSITIONS = ("none", "rope")
 BLOCK = 32_767
@@ -22,16 +18,11 @@ which wait for each other on a busy machine."""
 
 @dataclass(frozen=True)
 class RandomHead:
-    """Head with random weights: all settings that determine the distribution of its rank."""
+    """Hardmax head with random weights on orthonormal tokens."""
 
     tokens: int
-    states: Float[Tensor, "B T D"] | None = None
-    """Token states; trial i reads sequence i mod B. None means orthonormal tokens."""
     mask: str = "full"
     positions: str = "none"
-    temperature: float = 0.0
-    """Softmax temperature in units of √K (K: query/key width); 0 is hardmax."""
-    delta: float = 1e-2
     seed: int = 0
 
     def trial(self, head_dims: Sequence[int], trial: int) -> Float[np.ndarray, " W"]:
@@ -40,52 +31,27 @@ class RandomHead:
         Without rotary positions, a narrower head uses the first columns of the widest head, so that
         differences between widths are less noisy. With rotary positions, each width draws its own weights.
         """
-        if self.positions == "rope":
+        if self.positions == "none":
+            query, key = self._draw(head_dims[-1], trial)
+            ranks = hardmax_ranks(query, key, head_dims, self.mask)
+        else:
             rows = torch.arange(self.tokens)
             ranks = []
-            for width in head_dims:
-                angles = rope_angles(rows, width, ROPE_BASE, torch.float32)
-                query, key = (apply_rope(part, *angles, "halves") for part in self._draw(width, trial))
-                ranks.append(self.rank(query, key))
-        else:
-            query, key = self._draw(head_dims[-1], trial)
-            if self.temperature == 0:
-                ranks = hardmax_ranks(query, key, head_dims, self.mask)
-            else:
-                ranks = [self.rank(query[:, :width], key[:, :width]) for width in head_dims]
+            for head_dim in head_dims:
+                angles = rope_angles(rows, head_dim, ROPE_BASE, torch.float32)
+                query, key = (apply_rope(x, *angles, "halves") for x in self._draw(head_dim, trial))
+                ranks.append(count_winners(query, key, self.mask))
         return np.array(ranks) / self.tokens
 
-    def rank(self, query: Float[Tensor, "T K"], key: Float[Tensor, "T K"]) -> int:
-        """Return the number of hardmax winners (tokens) at temperature 0, else of singular values ≥ δ."""
-        if self.temperature == 0:
-            return _winners(query, key, self.mask)
-        scores = as_float64(query) @ as_float64(key).mT
-        if self.mask == "causal":
-            scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
-        scores -= scores.amax(-1, keepdim=True)
-        tau = self.temperature * math.sqrt(query.shape[-1])
-        return rank_of_stochastic(scores.div_(tau).softmax(-1), self.delta)
-
-    def _draw(self, width: int, trial: int) -> tuple[Float[Tensor, "T K"], Float[Tensor, "T K"]]:
-        """Return queries and keys without positions: normalized token states times Gaussian weights."""
+    def _draw(self, head_dim: int, trial: int) -> Float[Tensor, "2 T K"]:
+        """Draw queries and keys: orthonormal rows times Gaussian weights are Gaussian, whatever D is."""
         stream = np.random.SeedSequence((self.seed, trial, 2)).generate_state(1)
         generator = torch.Generator().manual_seed(int(stream[0]))
-        if self.states is None:  # orthonormal rows times Gaussian weights are Gaussian, whatever D is
-            query, key = torch.randn(2, self.tokens, width, generator=generator)
-            return query, key
-        states = self.states[trial % len(self.states)].float()
-        states = F.layer_norm(states / states.square().mean().sqrt(), states.shape[-1:])
-        query, key = (states @ _weight(generator, width, states.shape[-1]) for _ in range(2))
-        return query, key
+        return torch.randn(2, self.tokens, head_dim, generator=generator)
 
 
-def _weight(generator: torch.Generator, width: int, dim: int) -> Float[Tensor, "D K"]:
-    """Draw N(0, 1/D) entries column by column: a wider weight starts with the narrower weight."""
-    drawn = torch.randn((width, dim), generator=generator) / math.sqrt(width)
-    return (drawn * math.sqrt(width / dim)).mT
-
-
-def _winners(query: Tensor, key: Tensor, mask: str) -> int:
+def count_winners(query: Float[Tensor, "T K"], key: Float[Tensor, "T K"], mask: str = "full") -> int:
+    """Return the hardmax rank: the number of different winners (tokens with the largest score of a row)."""
     tokens = len(key)
     hit = np.zeros(tokens, dtype=bool)
     for start in range(0, tokens, 512):
@@ -114,18 +80,18 @@ def hardmax_ranks(
     """
     tokens = len(key)
     rows = max(1, BLOCK // tokens)
-    wanted = {width: at for at, width in enumerate(head_dims)}
+    places = {width: place for place, width in enumerate(head_dims)}
     columns = key[:, : head_dims[-1]].float().mT.contiguous()
     hit = np.zeros((len(head_dims), tokens), dtype=bool)
     for start in range(0, tokens, rows):
-        parts = query[start : start + rows, : head_dims[-1]].float().mT.unsqueeze(-1).contiguous()
-        scores = torch.zeros(parts.shape[1], tokens)
+        factors = query[start : start + rows, : head_dims[-1]].float().mT.unsqueeze(-1).contiguous()
+        scores = torch.zeros(factors.shape[1], tokens)
         if mask == "causal":
             ahead = torch.arange(tokens) > torch.arange(start, start + len(scores))[:, None]
             scores.masked_fill_(ahead, -torch.inf)  # masked scores stay −∞ when products are added
         view = scores.numpy()
-        for at in range(head_dims[-1]):
-            scores.addcmul_(parts[at], columns[at])
-            if at + 1 in wanted:
-                hit[wanted[at + 1], view.argmax(-1)] = True
+        for width in range(1, head_dims[-1] + 1):
+            scores.addcmul_(factors[width - 1], columns[width - 1])
+            if width in places:
+                hit[places[width], view.argmax(-1)] = True
     return [int(count) for count in hit.sum(-1)]

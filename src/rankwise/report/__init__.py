@@ -7,8 +7,16 @@ from rankwise._internals.lazy import lazy_names
 if TYPE_CHECKING:
     from rankwise.report.console import document_text, print_document
     from rankwise.report.notebook import notebook_html, plot_depth, plot_heads
-    from rankwise.report.page import write_page
+    from rankwise.report.page import document_of, write_page
 
-__all__ = ["document_text", "notebook_html", "plot_depth", "plot_heads", "print_document", "write_page"]
+__all__ = [
+    "document_of",
+    "document_text",
+    "notebook_html",
+    "plot_depth",
+    "plot_heads",
+    "print_document",
+    "write_page",
+]
 
 __getattr__, __dir__ = lazy_names(__name__)

@@ -46,7 +46,7 @@ def audit_document(audit: Audit) -> Document:
     """Return the report on an audit, with the data of the interactive parts of its page."""
     grids = grids_of(audit.heads)
     targets = find_targets(audit.findings, audit)
-    findings = finding_items(audit.findings, targets, grids)
+    findings = finding_items(audit.findings, targets, grids, audit.provenance)
     depth = [depth_curves(measure, audit.states) for measure in DRAWN] if audit.states else []
     numbers = [_console_layers(grid, audit.heads) for grid in grids]
     numbers += [_console_states(*stack) for stack in grouped(audit.states, attrgetter("stack")).items()]
@@ -65,7 +65,7 @@ def audit_document(audit: Audit) -> Document:
             "texts": audit.texts,
             "opening": opening_head(audit.heads, flagged),
             "targets": [asdict(target) for target in targets],
-            "findings": [[one.severity, one.code, one.meaning] for one in audit.findings],
+            "findings": [[finding.severity, finding.code, finding.meaning] for finding in audit.findings],
             "costs": _head_costs(audit),
             "scatter": scatter,
             "states": state_table(audit.states),
@@ -123,8 +123,8 @@ def audit_document(audit: Audit) -> Document:
 def _setting(audit: Audit) -> str:
     """Return the size of the model and of the data, the loss, and how long the audit took, if known."""
     about, layers = audit.provenance, grouped(audit.heads, attrgetter("stack", "layer"))
-    heads, lengths = {len(own) for own in layers.values()}, {head.tokens for head in audit.heads}
-    by = f" × {count(heads.pop(), 'head')}" if len(heads) == 1 else f", {count(len(audit.heads), 'head')}"
+    counts, lengths = {len(heads) for heads in layers.values()}, {head.tokens for head in audit.heads}
+    by = f" × {count(counts.pop(), 'head')}" if len(counts) == 1 else f", {count(len(audit.heads), 'head')}"
     length = lengths.pop() if len(lengths) == 1 else math.nan
     unit = "" if audit.importance is None else audit.importance.unit
     of = "" if math.isnan(length) else f" of {format_number(length, 0)} tokens"
@@ -143,25 +143,26 @@ def _layers_in_words(audit: Audit, grids: Sequence[Grid]) -> list[Table]:
     rows: dict[str, dict[str, str]] = {}
     for grid in grids:
         for name, row in zip(grid.row_names, grid.rows, strict=True):
-            own = [audit.heads[index] for index in row.cells.values()]
+            heads = [audit.heads[index] for index in row.cells.values()]
             rows[name if len(grids) == 1 else f"{grid.title} {name}"] = {
-                "attention\nrank": _mean_rank_share(own),
-                "at\ninitialization": _mean_share("init_numerical_rank", own),
-                "random\nheads": _mean_share("random_rank", own),
-                "token\nspread": _spread_words(spread.get((grid.stack, row.layer + 1), math.nan)),
-                **_removal_costs(audit, own),
+                "attention\nrank": _mean_rank_share(heads),
+                "at\ninitialization": _mean_share("init_numerical_rank", heads),
+                "random\nheads": _mean_share("random_rank", heads),
+                "spread\nafter": _spread_words(spread.get((grid.stack, row.layer + 1), math.nan)),
+                **_removal_costs(audit, heads),
             }
     if not grids:
-        for (stack, layer), value in spread.items():
-            rows[f"{stack} {layer}"] = {"token\nspread": _spread_words(value)}
-    every = rows.values()
-    names = [name for name in next(iter(every), {}) if any(row[name] != MISSING for row in every)]
-    listed = [[layer, *(row[name] for name in names)] for layer, row in rows.items()]
+        rows = {
+            f"{stack} {blocks}": {"token\nspread": _spread_words(value)}
+            for (stack, blocks), value in spread.items()
+        }
+    names = [name for name in next(iter(rows.values()), {}) if any(x[name] != MISSING for x in rows.values())]
+    listed = [[label, *(row[name] for name in names)] for label, row in rows.items()]
     step = math.ceil(len(listed) / (FEW_LAYERS if _has_errors(audit) else MOST_LAYERS))
     shown = [*listed[:-1:step], listed[-1]] if step > 1 else listed
     signed = any(RANK.shown_field(head) != RANK.name for head in audit.heads)
     facts = ["δ relative to σ₁"] * signed + [f"every {step} layers"] * (step > 1)
-    return [Table(", ".join(facts), ["layer", *names], shown)] if names else []
+    return [Table(", ".join(facts), ["layer" if grids else "blocks\npassed", *names], shown)] if names else []
 
 
 def _spread_words(value: float) -> str:
@@ -170,7 +171,8 @@ def _spread_words(value: float) -> str:
 
 def _removal_costs(audit: Audit, heads: Sequence[HeadRecord]) -> dict[str, str]:
     """Return the smallest and the largest cost of removing one of the heads, as shares of the loss."""
-    costs = [one.cost for head in heads if (one := head.importance) and math.isfinite(one.cost)]
+    costs = [head.importance.cost for head in heads if head.importance]
+    costs = [cost for cost in costs if math.isfinite(cost)]
     names = "cheapest\nhead", "costliest\nhead"
     if audit.importance is None or not costs:
         return dict.fromkeys(names, MISSING)
@@ -188,21 +190,26 @@ def _hints(audit: Audit) -> list[str]:
         (audit.heads, "attention rank 1.00 = full rank, as many independent patterns as tokens"),
         (audit.at_init, "at initialization: of the same model untrained, on the same data"),
         (any(head.random_rank >= 0 for head in audit.heads), "random heads: of random queries and keys"),
-        (audit.states, "token spread after the layer, 0 = all tokens are the same"),
+        (audit.states, "spread after the layer: token spread, 0 = all tokens are the same"),
         (has_costs, f"cheapest, costliest head: {costs}, as a share of {reference}"),
     )
     passes = 1 + len(audit.heads).bit_length() + MORE_TRIES
     options = (
-        (audit.at_init, "ranks at initialization", "at_init", "3 more audits"),
-        (has_costs, "costs of removing heads", "importance", f"≤ 9 backward, {passes} forward passes"),
+        (audit.at_init, "ranks at initialization", "--at-init", "at_init=True", "3 more audits"),
+        (
+            *(has_costs, "costs of removing heads", "--importance", "importance=True"),
+            f"≤ 9 backward, {passes} forward passes",
+        ),
     )
     missing = [
-        f"{what}, `{f'--{option}'.replace('_', '-') if by_command else f'{option}=True'}` ({cost})"
-        for known, what, option, cost in options
-        if audit.heads and not known and not _has_errors(audit)
+        f"{what}, `{option if by_command else argument}` ({cost})"
+        for is_measured, what, option, argument, cost in options
+        if audit.heads and not is_measured and not _has_errors(audit)
     ]
-    read = [words for known, words in columns if known]
-    lines = {"How to read this": read, "Not measured": missing}
+    lines = {
+        "How to read this": [words for is_shown, words in columns if is_shown],
+        "Not measured": missing,
+    }
     return [f"{name}: {'; '.join(words)}." for name, words in lines.items() if words]
 
 
@@ -210,38 +217,37 @@ def _has_errors(audit: Audit) -> bool:
     return any(finding.severity == "error" for finding in audit.findings)
 
 
-def _console_layers(grid: Grid, heads: Sequence[HeadRecord]) -> Table:
+def _console_layers(grid: Grid, all_heads: Sequence[HeadRecord]) -> Table:
     """Return a table with one row per layer of a grid; properties shared by all layers are in its facts."""
-    mine = [heads[index] for index in grid.indices]
-    kinds, masks = {head.kind for head in mine}, {head.mask for head in mine}
-    lengths = {format_number(head.tokens, 0) for head in mine}
+    heads = [all_heads[index] for index in grid.indices]
+    kinds, masks = {head.kind for head in heads}, {head.mask for head in heads}
+    lengths = {format_number(head.tokens, 0) for head in heads}
     facts = [
         *(kinds if len(kinds) == 1 else []),
         *(f"{mask} mask" for mask in masks if len(masks) == 1 and kinds != {"diagonal"}),
-        *(["δ relative to σ₁"] if any(RANK.shown_field(head) != RANK.name for head in mine) else []),
+        *(["δ relative to σ₁"] if any(RANK.shown_field(head) != RANK.name for head in heads) else []),
         *([grid.pattern] if grid.pattern != grid.title else []),
         *("1 token" if length == "1" else f"{length} tokens" for length in lengths if len(lengths) == 1),
     ]
-    columns: dict[str, Callable[[Sequence[HeadRecord]], str]] = {"heads": lambda own: str(len(own))}
+    columns: dict[str, Callable[[Sequence[HeadRecord]], str]] = {"heads": lambda layer: str(len(layer))}
     for name, values in (("kind", kinds), ("mask", masks)):
         if len(values) > 1:
             columns[name] = partial(_texts, name)
     if len(lengths) > 1:
-        columns["tokens"] = lambda own: format_number(mean(head.tokens for head in own), 0)
+        columns["tokens"] = lambda layer: format_number(mean(head.tokens for head in layer), 0)
     columns["rank\nshare"] = _mean_rank_share
     for field, words in REFERENCES.items():
-        known = any(math.isfinite(getattr(head, field)) for head in mine)
-        if field == "one_hot_rank" or known:
+        if field == "one_hot_rank" or any(math.isfinite(getattr(head, field)) for head in heads):
             columns[words.replace(" ", "\n")] = partial(_mean_share, field)
     for measure in _CONSOLE_HEADS:
         has_kind = not measure.kinds or kinds & set(measure.kinds)
-        if has_kind and measure.known_in(mine):
+        if has_kind and measure.known_in(heads):
             columns[measure.console] = partial(_layer_number, measure)
-    rows = [[heads[index] for index in row.cells.values()] for row in grid.rows]
+    layers = [[all_heads[index] for index in row.cells.values()] for row in grid.rows]
     return Table(
         grid.title,
         ["layer", *columns],
-        [[str(own[0].layer), *(text(own) for text in columns.values())] for own in rows],
+        [[str(layer[0].layer), *(text(layer) for text in columns.values())] for layer in layers],
         facts=", ".join(facts),
         redrawn=True,
     )
@@ -274,17 +280,17 @@ def _mean_rank_share(heads: Sequence[HeadRecord]) -> str:
 
 
 def _console_states(stack: str, records: Sequence[StateRecord]) -> Table:
-    mine = sorted(records, key=lambda state: state.blocks)
+    states = sorted(records, key=lambda state: state.blocks)
     return Table(
         f"{stack}, token states" if stack else "token states",
         ["blocks\npassed", "tokens", *(measure.console for measure in _CONSOLE_STATES)],
         [
             [
-                str(y.blocks),
-                format_number(y.tokens, 0),
-                *(measure.formatted(y) for measure in _CONSOLE_STATES),
+                str(state.blocks),
+                format_number(state.tokens, 0),
+                *(measure.formatted(state) for measure in _CONSOLE_STATES),
             ]
-            for y in mine
+            for state in states
         ],
         facts="token spread μ/‖Y‖ of 0: all tokens the same",
         redrawn=True,
@@ -315,12 +321,12 @@ def _importance(audit: Audit, *, has_scatter: bool) -> Section:
     if importance is None or not any(head.importance for head in audit.heads):
         return Section("importance", "Importance")
     whole = whole_words(importance)
-    known = [one for head in audit.heads if (one := head.importance) is not None and not one.why_not]
-    methods = " and ".join(sorted({one.method for one in known})) or "not known"
-    removable, found = "", importance.removable
-    if found is not None:
-        removable = f"none was found at {found.tolerance:.2%} of {importance.reference_name}"
-        removable = describe_removable(importance, found, math.nan) if found.heads else removable
+    costs = [head.importance for head in audit.heads if head.importance and not head.importance.why_not]
+    methods = " and ".join(sorted({cost.method for cost in costs})) or "not known"
+    removable = ""
+    if (heads := importance.removable) is not None:
+        removable = f"none was found at {heads.tolerance:.2%} of {importance.reference_name}"
+        removable = describe_removable(importance, heads, math.nan) if heads.heads else removable
     facts = [
         ("Loss", f"{importance.loss}: {whole}" if whole else importance.loss),
         ("Costs of heads", f"{methods}; {importance.ablation} in a head's place"),
@@ -349,8 +355,8 @@ def _importance(audit: Audit, *, has_scatter: bool) -> Section:
 
 
 def _cost(importance: ImportanceRecord, cost: float) -> str:
-    part = importance.share(cost)
-    return format_number(cost, 4) + ("" if math.isnan(part) or math.isnan(cost) else f" ({part:.1%})")
+    loss_share = importance.share(cost)
+    return format_number(cost, 4) + ("" if math.isnan(loss_share) else f" ({loss_share:.1%})")
 
 
 def _scatter(audit: Audit, columns: Sequence[Column]) -> dict[str, Any] | None:
@@ -365,7 +371,9 @@ def _scatter(audit: Audit, columns: Sequence[Column]) -> dict[str, Any] | None:
     return {
         "cost": COST,
         "axis": f"cost of removal{'' if is_exact else ', estimated'}, {audit.importance.unit}",
-        "correlations": {name: spearman(own, values[COST]) for name, own in values.items() if name != COST},
+        "correlations": {
+            name: spearman(numbers, values[COST]) for name, numbers in values.items() if name != COST
+        },
     }
 
 
@@ -374,13 +382,13 @@ def _head_costs(audit: Audit) -> dict[str, Any] | None:
     importance = audit.importance
     if importance is None or not any(head.importance for head in audit.heads):
         return None
-    known = [head.importance or HeadImportance() for head in audit.heads]
+    costs = [head.importance or HeadImportance() for head in audit.heads]
     return {
         "unit": importance.unit,
         "reference": None if math.isnan(importance.share(1.0)) else 1 / importance.share(1.0),
         "of": importance.reference_name,
-        "exact": [round_for_page(one.exact) for one in known],
-        "estimate": [round_for_page(one.estimate) for one in known],
+        "exact": [round_for_page(cost.exact) for cost in costs],
+        "estimate": [round_for_page(cost.estimate) for cost in costs],
     }
 
 
@@ -390,22 +398,22 @@ def _maps(audit: Audit, flagged: Sequence[int], room: int | None = None) -> dict
 
 
 def _spectra(audit: Audit, points: int = 64) -> dict[str, Any]:
-    own = [head.spectrum for head in audit.heads]
+    spectra = [head.spectrum for head in audit.heads]
     initial = [[] if head.at_init is None else head.at_init.spectrum for head in audit.heads]
     packed = pack_spectra(initial, points) if any(initial) else None
-    return {"spectra": pack_spectra(own, points), "initial_spectra": packed}
+    return {"spectra": pack_spectra(spectra, points), "initial_spectra": packed}
 
 
 def _grid_data(grid: Grid, audit: Audit, targets: Sequence[Target]) -> dict[str, Any]:
     """Return a grid for the page: title, facts that most heads share, cells, layout, signs of findings."""
-    mine = [audit.heads[index] for index in grid.indices]
+    heads = [audit.heads[index] for index in grid.indices]
     notes = common_notes(audit.findings, targets, grid)
-    kinds = dict.fromkeys(head.kind for head in mine)
-    masks = dict.fromkeys(f"{head.mask} mask" for head in mine if mixer_kind(head.kind).mixes_tokens)
-    tokens = f"{format_number(mean(head.tokens for head in mine), 0)} tokens"
+    kinds = dict.fromkeys(head.kind for head in heads)
+    masks = dict.fromkeys(f"{head.mask} mask" for head in heads if mixer_kind(head.kind).mixes_tokens)
+    tokens = f"{format_number(mean(head.tokens for head in heads), 0)} tokens"
     if grid.cross:
-        tokens += f" reading {format_number(mean(head.sources for head in mine), 0)}"
-    said = [f"{code}: {number} of {len(mine)} heads" for code, number in notes.items()]
+        tokens += f" reading {format_number(mean(head.sources for head in heads), 0)}"
+    said = [f"{code}: {number} of {len(heads)} heads" for code, number in notes.items()]
     return {
         "title": grid.title,
         "pattern": grid.pattern,
@@ -434,5 +442,5 @@ def _head_data(heads: Sequence[HeadRecord], grids: Sequence[Grid]) -> Mapping[st
 
 def _coded(texts: Sequence[str]) -> dict[str, Any]:
     words = list(dict.fromkeys(texts))
-    places = {word: at for at, word in enumerate(words)}
+    places = {word: place for place, word in enumerate(words)}
     return {"words": words, "of": [places[text] for text in texts]}

@@ -70,7 +70,7 @@ def comparison_document(comparison: Comparison) -> Document:
     return Document(
         command="Rankwise comparison",
         heading=f"{model_name(before.model)} → {model_name(after.model)}",
-        setting=f"{heads} and the states of {states} in both",
+        setting=f"{heads} and {states} in both",
         verdict=Verdict(sentence=_verdict(comparison)),
         sections=nonempty(
             Section("structure", "The architectures differ", tables=[_structure(comparison)]),
@@ -92,9 +92,7 @@ def _verdict(comparison: Comparison) -> str:
     if comparison.is_empty:
         return f"No difference.{left_out}"
     losses = [total for total in comparison.totals if total.name.startswith(LOSS)]
-    loss = "".join(
-        f"Loss {one.before:.4g} → {one.after:.4g} {one.name.removeprefix(LOSS)}. " for one in losses
-    )
+    loss = "".join(f"Loss {x.before:.4g} → {x.after:.4g} {x.name.removeprefix(LOSS)}. " for x in losses)
     outcomes = Counter(change.outcome for change in comparison.findings)
     counts = [f"{outcomes[outcome]} {outcome}" for outcome in OUTCOMES if outcomes[outcome]]
     changes = count(len(comparison.changes), "number") + " of heads and token states changed"
@@ -165,28 +163,28 @@ def _maps(comparison: Comparison) -> tuple[list[Figure], list[str]]:
     for change in comparison.changes:
         if change.where.head is not None:
             changed.setdefault(change.measure, {})[change.where] = change
-    known = {measure.name: measure for measure in HEAD_MEASURES if measure.name in changed}
+    measures = {measure.name: measure for measure in HEAD_MEASURES if measure.name in changed}
     room = max(MOST_CELLS // max(1, len(comparison.matched)), 1)
-    names = [name for name in changed if name in known]
+    names = [name for name in changed if name in measures]
     grids = make_grids(comparison.matched) if names else []
     figures = [
         cell_map(
             f"changes-{name}",
-            known[name].title,
+            measures[name].title,
             [
-                [None if at is None else _map_cell(comparison.matched[at], changed[name]) for at in row]
+                [None if i is None else _map_cell(comparison.matched[i], changed[name]) for i in row]
                 for row in grid.cells
             ],
             grid.row_names,
             [str(number) for number in grid.columns],
             limits=(-1.0, 1.0),
             scale="signed",
-            caption=f"{grid.title} · {known[name].formula}",
+            caption=f"{grid.title} · {measures[name].formula}",
         )
         for name in names[:room]
         for grid in grids
     ]
-    return figures, [known[name].title for name in names[room:]]
+    return figures, [measures[name].title for name in names[room:]]
 
 
 def _map_cell(head: Address, changed: Mapping[Address, Change]) -> MapCell:
@@ -203,12 +201,12 @@ def _map_cell(head: Address, changed: Mapping[Address, Change]) -> MapCell:
 
 def _layer_table(changes: Sequence[LayerChange], of: str) -> Table:
     """Return a table with one row per layer and one column per measure that changed in any layer."""
-    mine = [change for change in changes if change.of == of]
-    known: Sequence[Measure] = HEAD_MEASURES if of == "heads" else STATE_MEASURES
-    moved = {change.measure for change in mine if change.change}
-    measures = sorted((m for m in known if m.name in moved), key=lambda m: m.name not in _FIRST[of])
+    changes = [change for change in changes if change.of == of]
+    every: Sequence[Measure] = HEAD_MEASURES if of == "heads" else STATE_MEASURES
+    moved = {change.measure for change in changes if change.change}
+    measures = sorted((m for m in every if m.name in moved), key=lambda m: m.name not in _FIRST[of])
     rows: dict[str, dict[str, LayerChange]] = defaultdict(dict)
-    for change in mine:
+    for change in changes:
         name = f"{change.stack} {change.layer}{', cross' if change.cross else ''}".strip()
         rows[name][change.measure] = change
     first = sum(measure.name in _FIRST[of] for measure in measures)
@@ -229,8 +227,8 @@ def _change_cell(change: LayerChange | None) -> Cell | str:
     if change is None:
         return "–"
     ratio = f" ({abs(change.ratio):.1f})" if math.isfinite(change.ratio) else ""
-    spread = f", standard deviation over sequences {format_number(change.std)}" if change.std > 0 else ""
-    hover = f"{format_number(change.before)} → {format_number(change.after)}{spread}"
+    deviation = f", standard deviation over sequences {format_number(change.std)}" if change.std > 0 else ""
+    hover = f"{format_number(change.before)} → {format_number(change.after)}{deviation}"
     return Cell(_signed(change.change) + ratio, hover, strong=abs(change.ratio) >= 1)
 
 
@@ -305,24 +303,23 @@ def _loss_curve(history: History, names: Sequence[str]) -> list[Figure]:
 
 def _charts(history: History, names: Sequence[str], of: str, measures: Sequence[Measure]) -> list[Figure]:
     """Draw one figure per measure and stack, for removal costs one per loss: losses differ in units."""
-    known = {measure.name: measure for measure in measures}
+    order = {measure.name: (place, measure) for place, measure in enumerate(measures)}
     lines: dict[tuple[str, str, str, bool], dict[str, Any]] = defaultdict(dict)
     for key, points in history.curves().items():
         name, _, quantity = key.measure.partition(" of ")
-        if key.of == of and name in known:
+        if key.of == of and name in order:
             lines[name, quantity, key.stack, key.cross][f"layer {key.layer}"] = points
-    order = list(known)
     return [
         step_curves(
             f"history-{of}-{name}",
-            known[name].title,
+            order[name][1].title,
             points,
             history.steps,
             names if history.counted else (),
             " · ".join(filter(None, [f"{stack}{', cross' if cross else ''}", quantity])),
         )
         for (name, quantity, stack, cross), points in sorted(
-            lines.items(), key=lambda item: order.index(item[0][0])
+            lines.items(), key=lambda item: order[item[0][0]][0]
         )
     ]
 
@@ -356,8 +353,9 @@ def _audit_cells(audit: Audit, *, has_loss: bool) -> list[str]:
 
 def finding_marks(findings: Sequence[Sequence[Finding]]) -> dict[str, list[str]]:
     """Return per code one text per audit: the sign of the most severe finding, and the number of findings."""
-    by_code = [grouped(own, attrgetter("code")) for own in findings]
-    return {code: [_mark(own.get(code, [])) for own in by_code] for code in dict.fromkeys(chain(*by_code))}
+    by_code = [grouped(of_audit, attrgetter("code")) for of_audit in findings]
+    codes = dict.fromkeys(chain(*by_code))
+    return {code: [_mark(of_audit.get(code, [])) for of_audit in by_code] for code in codes}
 
 
 def _mark(findings: Sequence[Finding]) -> str:

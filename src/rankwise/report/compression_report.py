@@ -5,7 +5,7 @@ import math
 import shlex
 from typing import Any
 
-from rankwise._internals.records import format_number
+from rankwise._internals.records import MISSING, format_number
 from rankwise._internals.statistics import mean
 from rankwise.auditing.records import Verdict
 from rankwise.compression.records import Compression, HeadWidth
@@ -61,7 +61,8 @@ def _headline(record: Compression, removed: list[HeadWidth], narrowed: list[Head
     cost = f"relative error of the output {format_number(record.output_error, 4)}"
     if math.isfinite(record.loss_before):
         before, after = record.loss_before, record.loss_after
-        change = f" ({(after - before) / abs(before):+.2%})" if before else ""
+        comparable = before != 0 and math.isfinite(after)
+        change = f" ({(after - before) / abs(before):+.2%})" if comparable else ""
         cost = f"loss {format_number(before, 4)} → {format_number(after, 4)}{change}"
     elif math.isfinite(record.attention_kl):
         cost = f"attention KL {format_number(record.attention_kl, 4)} nats"
@@ -97,18 +98,18 @@ def _costs(record: Compression) -> Table:
 
 
 def _savings(record: Compression) -> Table:
-    rows = [_pair("parameters", record.parameters_before, record.parameters_after)]
+    sizes = [("parameters", record.parameters_before, record.parameters_after)]
     if record.cache_bytes_before:
-        rows.append(_pair("cache, bytes per token", record.cache_bytes_before, record.cache_bytes_after))
+        sizes.append(("cache, bytes per token", record.cache_bytes_before, record.cache_bytes_after))
+    rows = [
+        [name, f"{before:,}", f"{after:,}", f"{after / before:.3f}" if before else MISSING]
+        for name, before, after in sizes
+    ]
     if record.timed:
-        before, after = record.seconds_before, record.seconds_after
-        times = [format_number(1e3 * seconds, 2) for seconds in (before, after)]
-        rows.append([f"{record.timed}, ms", *times, format_number(after / before, 3)])
+        before, after = 1e3 * record.seconds_before, 1e3 * record.seconds_after
+        numbers = (format_number(number, 2) for number in (before, after, after / before))
+        rows.append([f"{record.timed}, ms", *numbers])
     return Table("Savings", ["", "before", "after", "after/before"], rows)
-
-
-def _pair(name: str, before: int, after: int) -> list[str]:
-    return [name, f"{before:,}", f"{after:,}", f"{after / before:.3f}" if before else "–"]
 
 
 def _width_map(name: str, title: str, shown: list[HeadWidth], caption: str) -> Figure:
@@ -139,17 +140,23 @@ def _width_cell(head: HeadWidth | None) -> MapCell | None:
 
 def _curves(record: Compression) -> Figure:
     """Draw attention KL against mean width for each method, and the point of this model."""
-    traces: list[dict[str, Any]] = []
-    for curve in record.curves:
-        points = [point for point in curve.points if point.kl > 0]
-        traces.append({
-            "type": "scatter", "mode": "lines+markers", "name": html.escape(curve.method),
-            "x": [point.width for point in points], "y": [point.kl for point in points],
-        })  # fmt: skip
-    traces.append({
-        "type": "scatter", "mode": "markers", "name": "this model", "x": [record.mean_width],
-        "y": [record.attention_kl], "marker": {"size": 12, "symbol": "diamond"},
-    })  # fmt: skip
+    lines = [
+        (html.escape(curve.method), "lines+markers", [(x.width, x.kl) for x in curve.points if x.kl > 0])
+        for curve in record.curves
+    ]
+    lines.append(("this model", "markers", [(record.mean_width, record.attention_kl)]))
+    traces: list[dict[str, Any]] = [
+        {
+            "type": "scatter",
+            "mode": mode,
+            "name": name,
+            "x": [width for width, _ in points],
+            "y": [kl for _, kl in points],
+            "meta": {"series": number},
+        }
+        for number, (name, mode, points) in enumerate(lines)
+    ]
+    traces[-1]["marker"] = {"size": 12, "symbol": "diamond"}
     widths = sorted({width for trace in traces[:-1] for width in trace["x"]})
     ticks = {"tickangle": 0, "tickvals": widths, "ticktext": [f"{width:g}" for width in widths]}
     layout = {
@@ -158,21 +165,12 @@ def _curves(record: Compression) -> Figure:
         "xaxis": {"type": "log", "title": {"text": "mean width of a head"}} | ticks,
         "yaxis": {"type": "log", "dtick": "D2", "title": {"text": "attention KL, nats"}},
     }
-    return Figure(
-        "curve", "Attention KL against mean width",
-        [trace | {"meta": {"series": number}} for number, trace in enumerate(traces)], layout,
-        f"Curves are on the calibration data, before calibration; this model is on {record.measured_on}.",
-    )  # fmt: skip
+    note = f"Curves are on the calibration data, before calibration; this model is on {record.measured_on}."
+    return Figure("curve", "Attention KL against mean width", traces, layout, note)
 
 
 def _latents(record: Compression) -> Table:
-    columns = [
-        "layer",
-        "channels of keys and values",
-        "rank that loses nothing",
-        "rank",
-        "predicted KL, nats",
-    ]
+    columns = ["layer", "channels of keys and values", "rank that loses nothing", "rank", "predicted KL"]
     rows = [
         [*map(str, (x.layer, x.channels, x.full_rank, x.rank)), format_number(x.output_kl)]
         for x in record.latents
@@ -182,20 +180,16 @@ def _latents(record: Compression) -> Table:
 
 
 def _layers(record: Compression) -> Table:
-    ranks = {latent.site: latent for latent in record.latents}
     rows = []
     for layer in record.layers:
         heads = [head for head in record.heads if head.site == layer.site]
         heads = [head for head in heads if head.part != "heads"] or heads
         widths = {head.head: head.width for head in heads}
-        latent = ranks.get(layer.site)
         shown = (str(widths.get(number, "–")) for number in range(max(widths, default=-1) + 1))  # –: removed
-        words = [" ".join(shown)] if widths else []
-        words += [f"latent of {latent.rank}"] if latent is not None else []
         name = f"{heads[0].stack if heads else ''} {layer.layer}".strip()
         average = f"{mean(widths.values()):.1f}" if widths else ""
         costs = (format_number(cost, 4) for cost in (layer.attention_kl, layer.output_error))
-        rows.append([name, ", ".join(words), average, *costs])
+        rows.append([name, " ".join(shown), average, *costs])
     columns = ["layer", "widths of its heads", "mean", "attention KL", "error of states"]
     note = "Error of states: ‖y′ − y‖/‖y‖ after the layer in the compressed model, first batch."
     return Table("Layers", columns, rows, note=note)

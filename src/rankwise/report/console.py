@@ -15,7 +15,7 @@ from rich.text import Text
 from rankwise.auditing.records import SEVERITIES, Severity
 from rankwise.errors import strip_control
 from rankwise.report.document import Cell, Document, Item, Items, Section, Table, column_kinds
-from rankwise.report.format import count, is_command
+from rankwise.report.format import count
 
 STYLES: dict[Severity, str] = {"error": "bold red", "warning": "bold yellow", "info": "bold blue"}
 INDENT = 9
@@ -48,10 +48,11 @@ def print_document(document: Document, console: Console | None = None, *, verbos
         out.print()
         out.print(line((document.verdict.sentence, "bold")), overflow="fold")
         for action in document.verdict.actions:
-            whole = is_command(action) or "`" in action  # code stays in one piece, so that it can be copied
-            words = line("→ ", (action, "cyan" if is_command(action) else ""), separator="")
-            # with soft_wrap, a given overflow would cut the line off
-            out.print(words, overflow=None if whole else "fold", soft_wrap=whole)
+            for number, words in enumerate(action.splitlines()):
+                has_code = "`" in words  # code stays in one piece, so that it can be copied
+                text = line("  " if number else "→ ", words, separator="")
+                # with soft_wrap, a given overflow would cut the line off
+                out.print(text, overflow=None if has_code else "fold", soft_wrap=has_code)
         if document.verdict.no_action:
             out.print(line(document.verdict.no_action), overflow="fold")
         out.print()
@@ -62,14 +63,15 @@ def print_document(document: Document, console: Console | None = None, *, verbos
             _print_section(section, out)
         for note in document.notes:
             out.print(line(("Note: ", "bold"), note, separator=""), overflow="fold")
-        facts = [f"{name}: {value}" for name, value in document.origin if not is_command(value)]
+        facts = [f"{name}: {value}" for name, value in document.origin if not value.startswith("rankwise ")]
         if facts:
             out.print(line(*((fact, "dim") for fact in facts)), overflow="fold")
 
 
 def _print_first(document: Document, console: Console) -> None:
     """Print what is on the first screen below the verdict, such as findings of the worst severity."""
-    entries = [entry for section in document.sections for own in section.lists for entry in own.entries]
+    lists = [items for section in document.sections for items in section.lists]
+    entries = [entry for items in lists for entry in items.entries]
     worst = [item for item, _ in entries if item.severity == entries[0][0].severity != "info"]
     for item in worst:
         head = (SEVERITIES[item.severity][0], STYLES[item.severity]), (item.code, "bold")
@@ -117,7 +119,7 @@ def ascii_fallback(console: Console) -> Iterator[Console]:
 
 def line(*parts: str | tuple[str, str], separator: str = " · ") -> Text:
     """Join nonempty parts, each a string or a pair (string, style); rich markup in them has no effect."""
-    pairs = [part if isinstance(part, tuple) else (part, "") for part in parts]
+    pairs = [words if isinstance(words, tuple) else (words, "") for words in parts]
     return Text(separator).join(Text(strip_control(words), style) for words, style in pairs if words)
 
 
@@ -173,15 +175,15 @@ def _print_table(table: Table, console: Console) -> None:
         return
     if table.title:
         console.print(line((table.title, "bold"), (table.facts, "dim")), overflow="fold")
-    for part in _parts(table.columns[:columns], [row[:columns] for row in rows], console):
-        console.print(part)
+    for piece in _pieces(table.columns[:columns], [row[:columns] for row in rows], console):
+        console.print(piece)
     if len(rows) < len(table.rows):
         console.print(line(f"… and {len(table.rows) - len(rows)} more (see the page)"))
     if table.note:
         console.print(line((table.note, "dim")), overflow="fold")
 
 
-def _parts(
+def _pieces(
     columns: Sequence[str], rows: Sequence[Sequence[str | Cell]], console: Console
 ) -> Iterator[RichTable]:
     """Yield a table; if the console is too narrow, yield several tables that repeat the first column."""
@@ -192,17 +194,16 @@ def _parts(
             break
     yield drawn
     if size < len(columns):
-        yield from _parts([columns[0], *columns[size:]], [[row[0], *row[size:]] for row in rows], console)
+        yield from _pieces([columns[0], *columns[size:]], [[row[0], *row[size:]] for row in rows], console)
 
 
 def _rich_table(columns: Sequence[str], rows: Sequence[Sequence[str | Cell]]) -> RichTable:
     """Return a rich table that never wraps numbers; if narrow, it wraps sentences first, then names."""
     drawn = RichTable(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     texts = [[strip_control(cell.text if isinstance(cell, Cell) else cell) for cell in row] for row in rows]
-    for at, (column, kind) in enumerate(zip(columns, column_kinds(len(columns), rows), strict=True)):
-        longest = max(
-            [0, *(len(row[at]) for row in texts), *map(len, column.split("\n" if "\n" in column else None))]
-        )
+    for index, (column, kind) in enumerate(zip(columns, column_kinds(len(columns), rows), strict=True)):
+        words = column.split("\n" if "\n" in column else None)
+        longest = max([0, *(len(row[index]) for row in texts), *map(len, words)])
         if kind == "number" and "\n" not in column:
             column = "\n".join(wrap(column, max(longest, _SHORT_TITLE)))
         is_number = kind == "number"

@@ -54,7 +54,7 @@ def column_kinds(
 ) -> list[Literal["number", "name", "sentence"]]:
     """Return the kind of each column: numbers are aligned to the right, and sentences may be wrapped."""
     texts = [[cell.text if isinstance(cell, Cell) else cell for cell in row] for row in rows]
-    cells = [[row[at] for row in texts if row[at]] for at in range(columns)]
+    cells = [[row[index] for row in texts if row[index]] for index in range(columns)]
     return [
         "sentence"
         if max(map(len, column), default=0) > _LONGEST_NAME
@@ -108,16 +108,16 @@ class Items:
     def entries(self) -> list[tuple[Item, Table | None]]:
         """One entry per severity and code, the most severe first; several items are one item and a table."""
         kinds = grouped(self.items, lambda item: (item.severity, item.code)).values()
-        found = [(items[0], None) if len(items) == 1 else _joined(items) for items in kinds]
-        return sorted(found, key=lambda entry: SEVERITY_ORDER[entry[0].severity])
+        entries = [(items[0], None) if len(items) == 1 else _joined(items) for items in kinds]
+        return sorted(entries, key=lambda entry: SEVERITY_ORDER[entry[0].severity])
 
 
 def _joined(items: Sequence[Item]) -> tuple[Item, Table]:
     """Return an item with the facts that all items share, and a table with a row per item for the others."""
     facts = [dict(item.facts) | {TO_DO: item.remedy} for item in items]
-    columns = {name: [own.get(name, MISSING) for own in facts] for name in dict.fromkeys(chain(*facts))}
+    columns = {name: [fact.get(name, MISSING) for fact in facts] for name in dict.fromkeys(chain(*facts))}
     shared = {name: texts[0] for name, texts in columns.items() if len(set(texts)) == 1}
-    own = [name for name in columns if name not in shared]
+    varying = [name for name in columns if name not in shared]
     places = [Cell(item.place or item.site, item.meaning, item.link, number=item.number) for item in items]
     alike = len({item.meaning for item in items}) == 1
     joined = replace(
@@ -127,8 +127,8 @@ def _joined(items: Sequence[Item]) -> tuple[Item, Table]:
     )  # fmt: skip
     return joined, Table(
         "",
-        ["place", *own],
-        [[place, *(columns[name][at] for name in own)] for at, place in enumerate(places)],
+        ["place", *varying],
+        [[place, *(columns[name][row] for name in varying)] for row, place in enumerate(places)],
         console_rows=MOST_PLACES,
     )
 
@@ -177,5 +177,5 @@ class Document:
 def nonempty(*sections: Section) -> list[Section]:
     """Return the sections that have content, without their empty tables."""
     parts = attrgetter("facts", "lists", "figures", "tables", "code", "include")
-    found = [replace(section, tables=[own for own in section.tables if own.rows]) for section in sections]
-    return [section for section in found if any(parts(section))]
+    trimmed = [replace(section, tables=[t for t in section.tables if t.rows]) for section in sections]
+    return [section for section in trimmed if any(parts(section))]

@@ -64,7 +64,7 @@ def cell_map(
         if cell and not math.isfinite(cell.value)
     ]
     if missing:
-        x, y, text = (list(part) for part in zip(*missing, strict=True))
+        x, y, text = (list(values) for values in zip(*missing, strict=True))
         look = {"mode": "text", "hoverinfo": "skip", "meta": {"muted": True}}
         data.append({"type": "scatter", "x": x, "y": y, "text": text} | look)
     return Figure(name, title, data, map_layout(rows, columns), caption)
@@ -116,20 +116,20 @@ def step_curves(
             "x": list(steps),
             "y": [round_for_page(value) for value, _ in points],
             "customdata": [f" ± {format_number(std)}" if math.isfinite(std) else "" for _, std in points],
-            "text": [html.escape(one) for one in names],
+            "text": [html.escape(audit) for audit in names],
             "hovertemplate": f"{'%{text}' if names else 'step %{x}'}<br>{line}: %{{y:.3g}}%{{customdata}}"
             "<extra></extra>",
             "name": line,
             "line": {"width": 1.6},
-            "meta": {"shade": at / max(len(lines) - 1, 1)},
+            "meta": {"shade": index / max(len(lines) - 1, 1)},
         }
-        for at, (line, points) in enumerate(lines.items())
+        for index, (line, points) in enumerate(lines.items())
     ]
     ticks: dict[str, Any] = {"nticks": 8}
     if len(steps) <= 12:
         ticks = {"tickvals": list(steps)}
         if names:
-            ticks["ticktext"] = [html.escape(one[-24:]) for one in names]
+            ticks["ticktext"] = [html.escape(audit[-24:]) for audit in names]
     layout = {
         "height": 320,
         "showlegend": len(lines) <= 12,
@@ -167,7 +167,7 @@ def severity_signs(grid: Grid, severities: Mapping[int, Severity]) -> list[dict[
     }
     traces = []
     for severity, symbol in _SEVERITY_SYMBOLS.items():
-        points = [places[index] for index, own in severities.items() if own == severity and index in places]
+        points = [places[i] for i, worst in severities.items() if worst == severity and i in places]
         if points:
             where = {"x": [x + 0.34 for x, _ in points], "y": [y - 0.3 for _, y in points]}
             look = {"marker": {"symbol": symbol, "size": 7}, "meta": {"severity": severity}}
@@ -201,16 +201,16 @@ def depth_curves(measure: StateMeasure, states: Sequence[StateRecord]) -> Figure
     """Draw a measure of token states against depth: a line per stack of blocks, ± 1 standard deviation."""
     stacks = grouped(states, lambda state: state.stack)
     data: list[dict[str, Any]] = []
-    for series, (stack, own) in enumerate(stacks.items()):
-        mine = sorted(own, key=lambda state: state.blocks)
+    for series, (stack, unsorted) in enumerate(stacks.items()):
+        curve = sorted(unsorted, key=lambda state: state.blocks)
         data += banded_line(
             series,
             stack or "states",
-            [state.blocks for state in mine],
-            [measure.value(state) for state in mine],
-            [_edge(measure, state, 1) for state in mine],
-            [_edge(measure, state, -1) for state in mine],
-            [_state_hover(measure, state) for state in mine],
+            [state.blocks for state in curve],
+            [measure.value(state) for state in curve],
+            [_edge(measure, state, 1) for state in curve],
+            [_edge(measure, state, -1) for state in curve],
+            [_state_hover(measure, state) for state in curve],
         )
     deepest = max(state.blocks for state in states)
     step = 1 + deepest // _MOST_TICKS  # whole numbers: automatic ticks can be at half blocks
@@ -251,35 +251,35 @@ def membership_maps(grids: Sequence[Grid], heads: Sequence[HeadRecord]) -> list[
     """
     figures = []
     for grid in grids:
-        rows = [(at, row) for at, row in enumerate(grid.rows) if _has_memberships(row, heads)]
-        known = [heads[index] for _, row in rows for index in row.cells.values()]
-        shares = [share for head in known for share in head.membership_map]
+        rows = [(number, row) for number, row in enumerate(grid.rows) if _has_memberships(row, heads)]
+        indices = [index for _, row in rows for index in row.cells.values()]
+        shares = [share for index in indices for share in heads[index].membership_map]
         largest = max(filter(math.isfinite, shares), default=0.0)
-        figures += [_membership_map(grid, at, row, heads, largest) for at, row in rows]
+        figures += [_membership_map(grid, number, row, heads, largest) for number, row in rows]
     return figures
 
 
 def _has_memberships(row: Row, heads: Sequence[HeadRecord]) -> bool:
-    mine = [heads[index] for index in row.cells.values()]
-    shapes = {(len(head.membership_map), head.membership_grid) for head in mine}
-    return len(shapes) == 1 and bool(mine[0].membership_map)
+    layer = [heads[index] for index in row.cells.values()]
+    shapes = {(len(head.membership_map), head.membership_grid) for head in layer}
+    return len(shapes) == 1 and bool(layer[0].membership_map)
 
 
-def _membership_map(grid: Grid, at: int, row: Row, heads: Sequence[HeadRecord], largest: float) -> Figure:
-    numbers = sorted(row.cells)
-    shares = [[float(f"{one:.3g}") for one in heads[row.cells[number]].membership_map] for number in numbers]
-    shape = heads[row.cells[numbers[0]]].membership_grid
+def _membership_map(grid: Grid, number: int, row: Row, heads: Sequence[HeadRecord], largest: float) -> Figure:
+    layer = {head: heads[row.cells[head]] for head in sorted(row.cells)}
+    shares = [[float(f"{share:.3g}") for share in head.membership_map] for head in layer.values()]
+    shape = next(iter(layer.values())).membership_grid
     z: list[list[float | None]] = [list(line) for line in shares]
     x: list[str] = [str(token) for token in range(len(shares[0]))]
-    y = [f"head {number}" for number in numbers]
+    y = [f"head {head}" for head in layer]
     hover, axis = "%{y}, token %{x}", {"title": {"text": "token"}, "nticks": 16, "type": "category"}
     height, scale, how = 72 + 22 * len(z), {}, "heads as rows, tokens as columns"
     if shape:
         rows, columns = shape
-        gap: list[list[float | None]] = [[None]] * rows  # an empty column between two heads
-        parts = [[own[line * columns : (line + 1) * columns] for line in range(rows)] for own in shares]
-        z = [[one for part in parts for one in [*part[line], *gap[line]]][:-1] for line in range(rows)]
-        x = [f"head {n}, column {c}" for n in numbers for c in (*range(columns), "–")][:-1]
+        # an empty column is between two heads
+        spans = [slice(line * columns, (line + 1) * columns) for line in range(rows)]
+        z = [[pixel for image in shares for pixel in [*image[span], None]][:-1] for span in spans]
+        x = [f"head {head}, column {c}" for head in layer for c in (*range(columns), "–")][:-1]
         y = [f"row {line}" for line in range(rows)]
         hover, axis, scale = "%{x}, %{y}", {"visible": False, "type": "category"}, {"visible": False}
         height = 60 + min(320, max(80, 900 * rows // len(x)))
@@ -297,4 +297,4 @@ def _membership_map(grid: Grid, at: int, row: Row, heads: Sequence[HeadRecord], 
     caption = f"{grid.title} · {how}; the scale ends at {largest:.2f}"
     layers = [other.layer for other in grid.rows]
     title = f"layer {row.layer}" if layers.count(row.layer) == 1 else f"layer {row.layer}, {row.site}"
-    return Figure(f"memberships-{at}", title, [trace], layout, caption)
+    return Figure(f"memberships-{number}", title, [trace], layout, caption)

@@ -7,7 +7,8 @@ from typing import Literal
 from rankwise._internals.records import format_number
 from rankwise.auditing.findings import FINDING_RULES, about
 from rankwise.auditing.measure_table import PICTURED, REFERENCES
-from rankwise.auditing.records import SEVERITY_ORDER, Finding, Severity
+from rankwise.auditing.records import SEVERITY_ORDER, Finding, Provenance, Severity
+from rankwise.auditing.remedies import remedy_text
 from rankwise.auditing.result import Audit
 from rankwise.auditing.verdict import number_words
 from rankwise.report.document import Item
@@ -29,7 +30,7 @@ class Target:
     """Measure that the heat map shows; if empty, the measure that the reader chose last."""
     stack: str = ""
     """Stack of the token states that the page marks, after this number of `blocks`."""
-    blocks: float | None = None
+    blocks: int | None = None
     about: str = ""
     """Name of the group of heads, if the finding is about several heads; otherwise empty."""
 
@@ -54,10 +55,10 @@ def _target(finding: Finding, audit: Audit, layers: HeadIndex) -> Target:
         spoken_of = layers.at(where.at(number))
         heads += [index for index in spoken_of if index not in heads]
     if finding.code == "REMOVABLE":
-        found = None if audit.importance is None else audit.importance.removable
-        heads = [index for place in (found.heads if found else ()) for index in layers.at(place)]
+        removable = None if audit.importance is None else audit.importance.removable
+        heads = [index for place in (removable.heads if removable else ()) for index in layers.at(place)]
     if "blocks" in finding.evidence and any(state.stack == where.stack for state in audit.states):
-        return Target("states", stack=where.stack, blocks=finding.evidence["blocks"])
+        return Target("states", stack=where.stack, blocks=int(finding.evidence["blocks"]))
     if not heads:
         return Target("provenance")
     subject = ""  # the card of a head names the heads of a finding if there are several
@@ -74,14 +75,14 @@ def _place(finding: Finding) -> str:
 
 
 def _measure(finding: Finding) -> str:
-    own = FINDING_RULES[finding.code].shown_by if finding.code in FINDING_RULES else ""
+    preferred = FINDING_RULES[finding.code].shown_by if finding.code in FINDING_RULES else ""
     named = [_ALIASES.get(name, name) for name in finding.evidence]
     shown = [name for name in named if name in _HEAD_NAMES]
-    return own if own in shown or not shown else shown[0]
+    return preferred if preferred in shown or not shown else shown[0]
 
 
 def finding_items(
-    findings: Sequence[Finding], targets: Sequence[Target], grids: Sequence[Grid]
+    findings: Sequence[Finding], targets: Sequence[Target], grids: Sequence[Grid], about: Provenance
 ) -> list[Item]:
     """Return the findings as list items with links to their places on the page."""
     homes = {index: number for number, grid in enumerate(grids) for index in grid.indices}
@@ -93,7 +94,7 @@ def finding_items(
             _place(finding),
             [(title(name), format_number(value)) for name, value in finding.evidence.items()],
             finding.meaning,
-            finding.remedy,
+            "" if finding.remedy is None else remedy_text(finding.remedy, about),
             site=finding.where.site if stacks.count(finding.where.stack) > 1 else "",
             link=f"grid-{homes[target.heads[0]]}" if target.section == "heads" else target.section,
             number=index,
@@ -104,20 +105,20 @@ def finding_items(
 
 def common_notes(findings: Sequence[Finding], targets: Sequence[Target], grid: Grid) -> dict[str, int]:
     """Return how many heads of a grid have a note, by code, if most have it: it distinguishes no head."""
-    own, noted = set(grid.indices), dict[str, set[int]]()
+    heads, noted = set(grid.indices), dict[str, set[int]]()
     for finding, target in zip(findings, targets, strict=True):
         if finding.severity == "info":
-            noted.setdefault(finding.code, set()).update(own.intersection(target.heads))
-    return {code: len(heads) for code, heads in noted.items() if 2 * len(heads) > len(own)}
+            noted.setdefault(finding.code, set()).update(heads.intersection(target.heads))
+    return {code: len(indices) for code, indices in noted.items() if 2 * len(indices) > len(heads)}
 
 
 def severities_of(
     findings: Sequence[Finding], targets: Sequence[Target], without: Container[str] = ()
 ) -> dict[int, Severity]:
     """Return the worst severity by index of the head, of findings about heads, ``without`` some codes."""
-    found: dict[int, Severity] = {}
+    severities: dict[int, Severity] = {}
     for finding, target in zip(findings, targets, strict=True):
         for index in target.heads if finding.where.head is not None and finding.code not in without else ():
-            worst = min(finding.severity, found.get(index, finding.severity), key=SEVERITY_ORDER.__getitem__)
-            found[index] = worst
-    return found
+            both = finding.severity, severities.get(index, finding.severity)
+            severities[index] = min(both, key=SEVERITY_ORDER.__getitem__)
+    return severities

@@ -25,21 +25,14 @@ def title(measure: str) -> str:
     return _TITLES.get(measure, measure.replace("_", " "))
 
 
-def is_command(remedy: str) -> bool:
-    """Return True if a remedy is a command or a call of this package, False if it is a sentence."""
-    return remedy.startswith(("rankwise ", "rankwise.", "rw."))
-
-
 def split_code(text: str) -> list[tuple[str, bool]]:
-    """Split a remedy into pairs (text, True if it is code); code is text in backticks, or a whole command.
+    """Split a text into pairs (text, True if it is code), where code is in backticks.
 
     Examples:
-        >>> split_code("then `rankwise compare A B`"), split_code("rankwise plan --tokens 128")
-        ([('then ', False), ('rankwise compare A B', True)], [('rankwise plan --tokens 128', True)])
+        >>> split_code("then `rankwise compare A B`")
+        [('then ', False), ('rankwise compare A B', True)]
     """
-    if is_command(text):
-        return [(text, True)]
-    return [(part, number % 2 == 1) for number, part in enumerate(text.split("`")) if part]
+    return [(piece, number % 2 == 1) for number, piece in enumerate(text.split("`")) if piece]
 
 
 GENERIC = {"model", "models", "output", "weights", "pretrained"}
@@ -57,7 +50,7 @@ def model_name(name: str) -> str:
         >>> model_name("/data/all-MiniLM/model"), model_name("C:\\m\\gpt"), model_name("code/net.py:build")
         ('all-MiniLM', 'gpt', 'net.py:build')
     """
-    parts = [part for part in re.split(r"[/\\]", name) if part not in ("", ".", "..", "~")]
+    parts = [folder for folder in re.split(r"[/\\]", name) if folder not in ("", ".", "..", "~")]
     is_path = name.startswith(("/", ".", "~", "\\")) or re.match(r"[A-Za-z]:[/\\]", name) or len(parts) > 2
     if not parts or not (is_path or ".py:" in name):
         return name

@@ -81,7 +81,7 @@ class Column:
 
     def data(self) -> dict[str, Any]:
         """Return the column as a dictionary that the scripts of the page read."""
-        found: dict[str, Any] = {
+        data: dict[str, Any] = {
             "name": self.name,
             "file_name": f"{self.name}_share" if self.share else self.name,
             "title": self.title,
@@ -90,33 +90,33 @@ class Column:
             "values": [round_for_page(value) for value in self.values],
         }
         if any(math.isfinite(number) for number in self.spread):
-            found["spread"] = [round_for_page(number) for number in self.spread]
-            found["over_seeds"] = self.over_seeds
+            data["spread"] = [round_for_page(number) for number in self.spread]
+            data["over_seeds"] = self.over_seeds
         if self.labels:
-            found["labels"] = self.labels
+            data["labels"] = self.labels
         if self.meaning:
             low, high = self.limits
-            found |= {
+            data |= {
                 "meaning": self.meaning,
                 "ends": [[round_for_page(low), self.low], [round_for_page(high), self.high]],
                 "beyond": [len(self.beyond), round_for_page(max(self.beyond, default=math.nan))],
                 "undefined_for": sorted(self.undefined_for),
                 "references": [self._mark(reference) for reference in self.references],
             }
-        return found
+        return data
 
     def _mark(self, reference: "Column") -> dict[str, Any]:
         """Return mean and range of a reference column, such as ranks of random heads.
 
         Heads in `undefined_for` are left out.
         """
-        values = [value for at, value in enumerate(reference.values) if at not in self.undefined_for]
-        known = [value for value in values if math.isfinite(value)] or [math.nan]
-        ends = [f"{end:.2g}" for end in (min(known), max(known))]
+        values = [value for index, value in enumerate(reference.values) if index not in self.undefined_for]
+        values = [value for value in values if math.isfinite(value)] or [math.nan]
+        ends = [f"{end:.2g}" for end in (min(values), max(values))]
         return {
             "name": "at initialization" if reference.over_seeds else reference.short_title.lower(),
             "note": reference.note,
-            "at": round_for_page(mean(known)),
+            "at": round_for_page(mean(values)),
             "label": "–".join(dict.fromkeys(ends)),
         }
 
@@ -145,12 +145,12 @@ def measure_column(measure: HeadMeasure, heads: Sequence[HeadRecord]) -> Column:
         values=[measure.value(head) for head in heads],
         # NaN for a share: a rank's standard deviation also contains the variation of the lengths
         spread=[math.nan if measure.share else head.std.get(measure.name, math.nan) for head in heads],
-        labels={at: measure.formatted(head) for at, head in enumerate(heads) if measure.name in head.stderr},
+        labels={i: measure.formatted(head) for i, head in enumerate(heads) if measure.name in head.stderr},
         meaning=measure.meaning if measure.drawn else "",
         low=measure.low,
         high=measure.high,
         limits=color_limits(measure, [head for head in heads if measure.applies_to(head)]),
-        undefined_for=frozenset(at for at, head in enumerate(heads) if not measure.applies_to(head)),
+        undefined_for=frozenset(i for i, head in enumerate(heads) if not measure.applies_to(head)),
         references=[column for column in references if any(map(math.isfinite, column.values))],
     )
 
@@ -232,8 +232,8 @@ def state_table(states: Sequence[StateRecord]) -> list[dict[str, Any]]:
         "sequences": "Sequences",
         "nonfinite_sequences": "Not finite",
     }
-    columns = [(name, title, 0, [getattr(y, name) for y in states]) for name, title in counts.items()]
-    columns[2:2] = [(m.name, m.head, m.digits, [m.value(y) for y in states]) for m in STATE_MEASURES]
+    columns = [(name, title, 0, [getattr(state, name) for state in states]) for name, title in counts.items()]
+    columns[2:2] = [(m.name, m.head, m.digits, [m.value(state) for state in states]) for m in STATE_MEASURES]
     return [
         {"name": "stack", "short_title": "Stack", "texts": [state.stack for state in states]},
         *(

@@ -44,11 +44,11 @@ def _codes(spectrum: Sequence[float], most: int) -> list[int]:
     if not (math.isfinite(largest) and largest > 0):
         return []
     count = min(most, len(spectrum))
-    places = [round(at * (len(spectrum) - 1) / max(count - 1, 1)) for at in range(count)]
+    places = [round(point * (len(spectrum) - 1) / max(count - 1, 1)) for point in range(count)]
     shares = np.array(spectrum, dtype=np.float64)[places] / largest
-    known = np.isfinite(shares) & (shares >= SMALLEST)
-    steps = np.clip(-np.log10(shares, where=known, out=np.zeros_like(shares)), 0.0, 12.0) / 12
-    return np.where(known, np.round(steps * (NONE - 1)), NONE).astype(int).tolist()
+    is_drawn = np.isfinite(shares) & (shares >= SMALLEST)
+    steps = np.clip(-np.log10(shares, where=is_drawn, out=np.zeros_like(shares)), 0.0, 12.0) / 12
+    return np.where(is_drawn, np.round(steps * (NONE - 1)), NONE).astype(int).tolist()
 
 
 def pack_attention_maps(
@@ -62,14 +62,16 @@ def pack_attention_maps(
     room = MAP_BYTES if room is None else room
     order = list(dict.fromkeys([*flagged, *range(len(audit.heads))]))
     kept = [
-        (at, index, picture)
-        for at, field in enumerate(("attention_map", "second_attention_map"))
+        (sequence, index, picture)
+        for sequence, field in enumerate(("attention_map", "second_attention_map"))
         for index in order
         if (picture := getattr(audit.heads[index], field)) is not None
     ]
     packed: list[dict[str, Any]] = []
     for side, steps in RESOLUTIONS:
-        packed = [_packed(coarser(picture, side), steps) | {"sequence": at} for at, _, picture in kept]
+        packed = [
+            _packed(coarser(picture, side), steps) | {"sequence": sequence} for sequence, _, picture in kept
+        ]
         if sum(map(_size, packed)) <= room:
             break
     omitted = 0
@@ -124,9 +126,9 @@ def _packed(picture: AttentionMap, steps: int) -> dict[str, Any]:
     root = np.sign(share) * np.sqrt(np.abs(share))
     signed = bool((share < 0).any())
     codes = np.round(steps / 2 * (1 + root) if signed else steps * root)
-    known = np.where(np.isfinite(codes), np.clip(codes, 0, steps), 255).astype(np.uint8)
+    bytes_ = np.where(np.isfinite(codes), np.clip(codes, 0, steps), 255).astype(np.uint8).tobytes()
     return {
-        "values": base64.b64encode(zlib.compress(known.tobytes(), 9)).decode(),
+        "values": base64.b64encode(zlib.compress(bytes_, 9)).decode(),
         "signed": signed,
         "steps": steps,
         **picture.model_dump(exclude={"values"}),
@@ -138,5 +140,5 @@ def opening_head(heads: Sequence[HeadRecord], flagged: Sequence[int]) -> int | N
     """Return the head to open first, None without heads: prefer a map, then a finding, then a low rank."""
     ranks = [value if math.isfinite(value := RANK.value(head)) else math.inf for head in heads]
     lowest = sorted(range(len(heads)), key=ranks.__getitem__)
-    mapped = [at for at in (*flagged, *lowest) if heads[at].attention_map is not None]
+    mapped = [index for index in (*flagged, *lowest) if heads[index].attention_map is not None]
     return next(iter([*mapped, *flagged, *lowest]), None)

@@ -104,13 +104,13 @@ class HeadIndex:
                 self._near.setdefault((head.layer, number), []).append(index)
 
     def at(self, place: Address) -> list[int]:
-        """Return the indices of the heads at a place; parts of the place that are empty match every head."""
+        """Return the indices of the heads at a place; empty fields of the place match every head."""
         near: Sequence[int] = range(len(self._heads))
         if place.layer is not None:
             near = self._near.get((place.layer, place.head), [])
-        parts = ((name, getattr(place, name)) for name in ("stack", "site", "head"))
-        wanted = [(name, part) for name, part in parts if part not in ("", None)]
-        return [i for i in near if all(getattr(self._heads[i], name) == part for name, part in wanted)]
+        fields = {name: getattr(place, name) for name in ("stack", "site", "head")}
+        wanted = [(name, value) for name, value in fields.items() if value not in ("", None)]
+        return [i for i in near if all(getattr(self._heads[i], name) == value for name, value in wanted)]
 
 
 def _titles(keys: list[tuple[str, bool, str]]) -> list[str]:
@@ -125,4 +125,4 @@ def _titles(keys: list[tuple[str, bool, str]]) -> list[str]:
 
 
 def _pattern(site: str) -> str:
-    return ".".join("*" if part.isdecimal() else part for part in site.split("."))
+    return ".".join("*" if name.isdecimal() else name for name in site.split("."))

@@ -69,19 +69,19 @@ def _grid(grid: Grid, heads: Sequence[HeadRecord]) -> dict[str, Any]:
     rows, columns = grid.rows[:MOST_ROWS], grid.columns[:MOST_COLUMNS]
     drawn = []
     for row in rows:
-        own = {number: heads[index] for number, index in row.cells.items()}
-        numbers = [format_number(mean(map(m.value, own.values())), m.digits) for m in _MEASURES]
+        layer = {number: heads[index] for number, index in row.cells.items()}
+        numbers = [format_number(mean(map(m.value, layer.values())), m.digits) for m in _MEASURES]
         blocks = [
-            (round_for_page(RANK.value(own[at])), f"head {at}: {RANK.formatted(own[at])}")
-            if at in own
+            (round_for_page(RANK.value(layer[number])), f"head {number}: {RANK.formatted(layer[number])}")
+            if number in layer
             else (None, "")
-            for at in columns
+            for number in columns
         ]
         drawn.append({"site": row.site, "layer": row.layer, "numbers": numbers, "blocks": blocks})
     more = [
-        f"{len(whole) - len(part)} more {words}"
-        for words, whole, part in (("layers", grid.rows, rows), ("heads", grid.columns, columns))
-        if len(whole) > len(part)
+        f"{len(whole) - len(shown)} more {words}"
+        for words, whole, shown in (("layers", grid.rows, rows), ("heads", grid.columns, columns))
+        if len(whole) > len(shown)
     ]
     return {"title": grid.title, "rows": drawn, "more": more}
 
@@ -107,8 +107,8 @@ def plot_heads(audit: Audit, measure: str) -> "go.Figure":
     maps = [heat_map(grid, column, audit.heads) for grid in grids_of(audit.heads)]
     heights = [drawn.layout["height"] for drawn in maps]
     figure = _subplots(maps, rows=len(maps), columns=1, heights=heights)
-    for row, one in enumerate(maps, 1):  # above a map is its axis, where a title would cover the numbers
-        figure.update_xaxes(title_text=f"{escape(one.title)}, head", row=row)
+    for row, heat in enumerate(maps, 1):  # above a map is its axis, where a title would cover the numbers
+        figure.update_xaxes(title_text=f"{escape(heat.title)}, head", row=row)
     count_beyond, (low, high) = len(column.beyond), column.limits
     beyond = f" ({count_beyond} beyond the scale, up to {max(column.beyond):.3g})" if count_beyond else ""
     title = f"{column.title}, {escape(model_name(audit.provenance.model))}{beyond}"
@@ -133,7 +133,7 @@ def plot_depth(audit: Audit, measure: str | None = None) -> "go.Figure":
     chosen: Sequence[StateMeasure] = DRAWN if measure is None else [_named(measure, STATE_MEASURES)]
     _need(audit.states, "token states", "No residual blocks were found: name them, `rw.audit(…, blocks=…)`.")
     curves = [depth_curves(measure, audit.states) for measure in chosen]
-    titles = [escape(one.title) for one in curves]
+    titles = [escape(curve.title) for curve in curves]
     figure = _subplots(curves, rows=1, columns=len(curves), heights=[1], titles=titles)
     figure.update_layout(title=f"Token states, {escape(model_name(audit.provenance.model))}", height=380)
     return figure
@@ -146,13 +146,13 @@ def _subplots(
     from plotly.subplots import make_subplots
 
     figure = make_subplots(rows=rows, cols=columns, subplot_titles=titles, row_heights=list(heights))
-    for number, one in enumerate(drawn):
+    for number, page_figure in enumerate(drawn):
         place = {"row": 1 + number // columns, "col": 1 + number % columns}
-        for trace in one.data:
+        for trace in page_figure.data:
             figure.add_trace(_colored_trace(trace, first=number == 0), **place)
-        figure.update_xaxes(one.layout["xaxis"], **place)
-        figure.update_yaxes(one.layout["yaxis"], **place)
-    figure.update_layout(showlegend=any(one.layout["showlegend"] for one in drawn))
+        figure.update_xaxes(page_figure.layout["xaxis"], **place)
+        figure.update_yaxes(page_figure.layout["yaxis"], **place)
+    figure.update_layout(showlegend=any(page_figure.layout["showlegend"] for page_figure in drawn))
     return figure
 
 
@@ -170,8 +170,8 @@ def _colored_trace(trace: Mapping[str, Any], *, first: bool) -> dict[str, Any]:
 
 
 def _named(name: str, table: Sequence[M]) -> M:
-    known = {measure.name: measure for measure in table}
-    return known[one_of("measure", name, known)]
+    measures = {measure.name: measure for measure in table}
+    return measures[one_of("measure", name, measures)]
 
 
 def _need(records: Sequence[Any], words: str, fix: str) -> None:

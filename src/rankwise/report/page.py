@@ -2,7 +2,7 @@
 
 import math
 from base64 import b64encode
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from hashlib import sha256
 from importlib import resources
@@ -14,8 +14,23 @@ from markupsafe import Markup
 
 from rankwise._internals.files import write_file
 from rankwise.auditing.records import SEVERITIES
+from rankwise.report.audit_report import audit_document
+from rankwise.report.comparison_report import comparison_document, history_document
+from rankwise.report.compression_report import compression_document
 from rankwise.report.document import Document, column_kinds
 from rankwise.report.format import split_code
+from rankwise.report.plan_report import plan_document
+from rankwise.report.skip_report import certificate_document
+
+DOCUMENTS: dict[str, Callable[[Any], Document]] = {
+    "Audit": audit_document,
+    "Comparison": comparison_document,
+    "Compression": compression_document,
+    "HeadDimPlan": plan_document,
+    "History": history_document,
+    "SkipCertificate": certificate_document,
+}
+"""Functions that build the report on a result, by the name of its class."""
 
 PAGE_BYTES = 1_990_000
 """Size in bytes above which a page stores fewer attention maps and fewer points of spectra."""
@@ -24,6 +39,11 @@ CHART_FILE = "plotly-cartesian.min.js"
 _SCRIPTS = ("theme.js", "save.js", "figures.js", "page.js")
 _INTERACTIVE = ("theme.js", "save.js", "figures.js", "heads.js", "tables.js", "page.js")
 """Scripts of pages with interactive parts, in loading order: later scripts use constants of earlier ones."""
+
+
+def document_of(result: Any) -> Document:
+    """Return the report on an audit, comparison, compression, plan, history or certificate."""
+    return DOCUMENTS[type(result).__name__](result)
 
 
 def write_page(document: Document, path: Path) -> Path:

@@ -1,20 +1,14 @@
 """Build the reports on λ-skips, skip connections λx + f(x) around a mixer f, and on their certificates."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
 from rankwise._internals.records import format_number
 from rankwise.auditing.records import Verdict
 from rankwise.report.document import Document, Section, Table, nonempty
-from rankwise.skips.certificate import (
-    MOST_LAMBDA,
-    LambdaChoice,
-    SkipCertificate,
-    StackCertificate,
-    lambda_words,
-)
+from rankwise.skips.records import LambdaChoice, SkipCertificate, StackCertificate, lambda_words
 
 ABOUT = "Bounds are about single layers, trials about a stack, so that they differ; nothing was trained."
 
@@ -61,8 +55,8 @@ def trial_document(runs: Mapping[str, Sequence[float]], setting: str, steps: int
     rows = [[name, f"{runs[name][0]:.3f}", f"{end:.3f}", f"{len(runs[name])}"] for name, end in ends.items()]
     lowest, best = min(((end, name) for name, end in ends.items() if math.isfinite(end)), default=(0, "none"))
     plain = ends.get(PLAIN, math.nan)
-    before = [one for one in (plain, runs.get(best, [lowest])[0]) if math.isfinite(one)]
-    unclear = any(lowest > one - CLEAR * abs(one) for one in before)
+    before = [loss for loss in (plain, runs.get(best, [lowest])[0]) if math.isfinite(loss)]
+    unclear = any(lowest > loss - CLEAR * abs(loss) for loss in before)
     sentence = UNCLEAR if unclear else f"Lowest loss at the end, with one seed: {best}."
     at_end = "loss in the last step" if last == 1 else f"mean loss of the last {last} steps"
     headings = ["run", "loss at the start", at_end, "steps"]
@@ -76,62 +70,57 @@ def trial_document(runs: Mapping[str, Sequence[float]], setting: str, steps: int
 
 
 def certificate_document(certificate: SkipCertificate, choices: Sequence[LambdaChoice] = ()) -> Document:
-    """Return the report on a certificate, with the |λ| of each bound, and the choices for its stacks."""
-    root = f"√a = {certificate.a**0.5:.2f}"
-    measured = "lambda_value", "norm", "kept", "kept_lower_bound", "mixing_share", "mixing_norm", "value_norm"
-    least = "min_lambda_proved", "min_lambda_any_mixing", "min_lambda_paper"
+    """Return the report on a certificate, with the |λ| that is proved, and the choices for its stacks."""
+    share = f"{certificate.keep_spread:.2f}"
     rows = [
-        [[layer.site, *(_cell(getattr(layer, name), most) for name in names)] for layer in certificate.layers]
-        for names, most in ((measured, None), (least, MOST_LAMBDA))
+        [
+            layer.site,
+            f"{layer.lambda_value:.3g}",
+            layer.norm,
+            _cell(layer.absolute_spread_ratio),
+            _cell(layer.absolute_spread_ratio_bound),
+            _cell(layer.min_lambda_proved, lambda_words),
+            f"{layer.mixing_share:.3g}",
+        ]
+        for layer in certificate.layers
     ]
-    advised = [
+    uses = [
         [choice.stack or "model", "none" if choice.value is None else f"|λ| ≥ {choice.value:g}",
-         choice.instead or "tried: an audit of this batch finds no COLLAPSE"]
+         choice.advice or "tried: an audit of this batch finds no COLLAPSE"]
         for choice in choices
     ]  # fmt: skip
-    uses = [[stack.stack or "model", *use] for stack in certificate.stacks for use in _uses(stack, root)]
-    larger = Table("Larger λ", ["stack", "λ", "use"], advised + uses, note=ABOUT)
-    tables = [
-        Table(
-            "What each layer does",
-            ["site", "λ", "norm", "kept", "proved", "mixing", "‖M‖", "S"],
-            rows[0],
-            note="μ: absolute token spread. Kept: μ after the layer over μ before; proved: a lower bound "
-            "of it for this batch; mixing: ‖f(x)‖/‖λx + f(x)‖.",
-        ),
-        Table("Least |λ|", ["site", "proved", "any mixing", "paper"], rows[1], note=f"To keep {root} of μ."),
-    ]
+    uses += [
+        [stack.stack or "model", lambda_words(stack.min_lambda_proved),
+         f"proved for this batch: each layer keeps {share} of μ (certify again if λ changes)"]
+        for stack in certificate.stacks
+        if stack.min_lambda_proved is not None
+    ]  # fmt: skip
+    layers = Table(
+        "Layers",
+        ["site", "λ", "norm", "kept", "proved", "least |λ|", "mixing"],
+        rows,
+        note="μ: absolute token spread. Kept: μ after the layer over μ before; proved: a lower bound of it for "
+        f"this batch; least |λ|: proved to keep {share} of μ; mixing: ‖f(x)‖/‖λx + f(x)‖.",
+    )
     return Document(
         command="Rankwise skip",
         heading="Certificate of λ-skips",
-        setting=f"{certificate.sequences} sequences · {root}",
-        verdict=Verdict(sentence=" ".join(map(_kept, certificate.stacks)) or "No λ-skips."),
+        setting=f"{certificate.sequences} sequences · keeps {share} of μ",
+        verdict=Verdict(sentence=" ".join(map(_sentence, certificate.stacks)) or "No λ-skips."),
         sections=nonempty(
-            Section("uses", "Larger λ", tables=[larger]),
-            Section("layers", "Layers", tables=tables),
+            Section("uses", "Larger λ", tables=[Table("Larger λ", ["stack", "λ", "use"], uses, note=ABOUT)]),
+            Section("layers", "Layers", tables=[layers]),
         ),
         notes=certificate.notes,
     )
 
 
-def _kept(stack: StackCertificate) -> str:
+def _sentence(stack: StackCertificate) -> str:
     name = stack.stack or "model"
-    if stack.kept is None:
+    if stack.spread_ratio is None:
         return f"{name}: nothing to keep, its tokens are all equal where it starts."
-    return f"{name}: keeps {stack.kept:.2f} of the token spread on this batch."
+    return f"{name}: keeps {stack.spread_ratio:.2f} of the token spread on this batch."
 
 
-def _uses(stack: StackCertificate, root: str) -> list[tuple[str, str]]:
-    uses = (
-        (stack.min_lambda_proved, f"proved for this batch: after each layer, μ is at least {root} times μ "
-         "before it (certify again if λ changes)"),
-        (stack.min_lambda_any_mixing, "proved for the tokens of this batch and any attention weights"),
-        (stack.min_lambda_paper, "required by both hypotheses of the paper's theorem, for comparison"),
-    )  # fmt: skip
-    return [(lambda_words(least), use) for least, use in uses if least is not None]
-
-
-def _cell(value: float | str | None, most: int | None) -> str:
-    if isinstance(value, str):
-        return value
-    return "–" if value is None else f">{most:,}" if most and value > most else f"{value:.3g}"
+def _cell(number: float | None, words: Callable[[float], str] = "{:.3g}".format) -> str:
+    return "–" if number is None else words(number)

@@ -7,19 +7,19 @@ from rankwise._internals.lazy import lazy_names
 if TYPE_CHECKING:
     from rankwise.errors import SkipError
     from rankwise.skips.add import Skips, add_lambda_skip, remove_lambda_skip, skips_of
-    from rankwise.skips.certificate import LambdaChoice, LayerCertificate, SkipCertificate, StackCertificate
     from rankwise.skips.certify import certify_skip
-    from rankwise.skips.fit import Fit, fit_skips, mean_loss, skip_parameter_groups, try_lambdas
-    from rankwise.skips.locate import SkipSite
-    from rankwise.skips.modules import LambdaSkip
+    from rankwise.skips.fit import SkipFit, fit_skips, skip_parameter_groups, try_lambdas
+    from rankwise.skips.hook_places import SkipPlace
+    from rankwise.skips.lambda_skip import LambdaSkip
     from rankwise.skips.recommendation import choose_lambda, recommend, spread_by_layer
-    from rankwise.skips.store import apply_saved_skips, load_skips, save_skips
+    from rankwise.skips.records import LambdaChoice, LayerCertificate, SkipCertificate, StackCertificate
+    from rankwise.skips.save import load_skips, save_skips
 
 __all__ = [
-    "Fit", "LambdaChoice", "LambdaSkip", "LayerCertificate", "SkipCertificate", "SkipError", "SkipSite",
-    "Skips", "StackCertificate", "add_lambda_skip", "apply_saved_skips", "certify_skip",
-    "choose_lambda", "fit_skips", "load_skips", "mean_loss", "recommend", "remove_lambda_skip",
-    "save_skips", "skip_parameter_groups", "skips_of", "spread_by_layer", "try_lambdas",
+    "LambdaChoice", "LambdaSkip", "LayerCertificate", "SkipCertificate", "SkipError", "SkipFit", "SkipPlace",
+    "Skips", "StackCertificate", "add_lambda_skip", "certify_skip", "choose_lambda", "fit_skips",
+    "load_skips", "recommend", "remove_lambda_skip", "save_skips", "skip_parameter_groups", "skips_of",
+    "spread_by_layer", "try_lambdas",
 ]  # fmt: skip
 
 __getattr__, __dir__ = lazy_names(__name__)

@@ -4,7 +4,7 @@ import inspect
 import math
 import numbers
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
@@ -12,10 +12,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune, remove_weight_norm
 from torch.nn.utils.parametrize import is_parametrized, remove_parametrizations
+from torch.utils.hooks import RemovableHandle
 
 from rankwise._internals.forward import Batch, check_batch, config_value, device_of
 from rankwise._internals.torch_private import COMPILED_PREFIX, is_compiled, remove_forward_hooks
 from rankwise.errors import SkipError, did_you_mean, instance_of, one_of, strip_control
+from rankwise.skips.hook_places import (
+    NOTES,
+    SkipPlace,
+    blocks_without,
+    check_module,
+    find_places,
+    skip_places,
+)
 from rankwise.skips.hooks import (
     AddResidual,
     HoldResidual,
@@ -25,8 +34,8 @@ from rankwise.skips.hooks import (
     ThreadSlot,
     current,
 )
-from rankwise.skips.locate import NOTES, SkipSite, blocks_without, check_module, find_sites, skip_sites
-from rankwise.skips.modules import own_skips
+from rankwise.skips.lambda_skip import own_skips
+from rankwise.skips.observe import without_skips
 from rankwise.skips.verify import verify
 from rankwise.tracing.model_checks import is_distributed, split_modules
 
@@ -42,48 +51,48 @@ WRAPPERS = frozenset({
 
 
 class Skips(Mapping[str, Tensor]):
-    """Mapping from the name of a site (a mixer with λ) to its λ: ``skips["h.0.attn"]`` is a parameter.
+    """Mapping from a site (the name of a mixer with λ) to its λ: ``skips["h.0.attn"]`` is a parameter.
 
-    With a parametrization, pruning or weight norm, λ is computed from `parameters`. `sites` maps the
+    With a parametrization, pruning or weight norm, λ is computed from `parameters`. `places` maps the
     same names to the places where λ is applied. `notes` are limits that users must know.
     """
 
-    def __init__(self, model: nn.Module, sites: Iterable[SkipSite], notes: Iterable[str] = ()) -> None:
+    def __init__(self, model: nn.Module, places: Iterable[SkipPlace], notes: Iterable[str] = ()) -> None:
         self._model = model
-        self.sites = {site.name: site for site in sites}
+        self.places = {place.name: place for place in places}
         self.notes = tuple(notes)
 
-    def __getitem__(self, name: str) -> Tensor:
-        site = self.sites[name]
-        value: Tensor = current(self._model.get_submodule(site.write.module), site.parameter)
-        return value
+    def __getitem__(self, site: str) -> Tensor:
+        place = self.places[site]
+        scale: Tensor = current(self._model.get_submodule(place.write.module), place.parameter)
+        return scale
 
-    def parameters(self, name: str | None = None) -> list[nn.Parameter]:
+    def parameters(self, site: str | None = None) -> list[nn.Parameter]:
         """Return the parameters of λ at a site, or at all sites: λ itself, or those that λ is computed from.
 
         A parameter that several sites share is listed once.
         """
-        found: dict[nn.Parameter, None] = {}
-        for site in self.sites.values() if name is None else [self.sites[name]]:
-            module: Any = self._model.get_submodule(site.write.module)
-            if is_parametrized(module, site.parameter):
-                found |= dict.fromkeys(module.parametrizations[site.parameter].parameters())
+        parameters: dict[nn.Parameter, None] = {}
+        for place in self.places.values() if site is None else [self.places[site]]:
+            module: Any = self._model.get_submodule(place.write.module)
+            if is_parametrized(module, place.parameter):
+                parameters |= dict.fromkeys(module.parametrizations[place.parameter].parameters())
             else:
-                values = (getattr(module, site.parameter + end, None) for end in COMPUTED_FROM)
-                found |= {one: None for one in values if isinstance(one, nn.Parameter)}
-        return list(found)
+                values = (getattr(module, place.parameter + end, None) for end in COMPUTED_FROM)
+                parameters |= {value: None for value in values if isinstance(value, nn.Parameter)}
+        return list(parameters)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.sites)
+        return iter(self.places)
 
     def __len__(self) -> int:
-        return len(self.sites)
+        return len(self.places)
 
     def __repr__(self) -> str:
         shown = [
-            f"{strip_control(name)}: {value.item():g}" if value.numel() == 1
-            else f"{strip_control(name)}: {value.numel()} channels, mean {value.mean():g}"
-            for name, value in self.items()
+            f"{strip_control(site)}: {value.item():g}" if value.numel() == 1
+            else f"{strip_control(site)}: {value.numel()} channels, mean {value.mean():g}"
+            for site, value in self.items()
         ]  # fmt: skip
         return f"Skips({{{', '.join(shown)}}})"
 
@@ -139,57 +148,70 @@ def add_lambda_skip(
     check_lambda("`init`", init)
     one_of("`per`", per, ("layer", "channel"), error=SkipError)
     one_of("`learnable`", learnable, (True, False), error=SkipError)
-    subject = f"model {type(model).__name__}"
-    before = skips_of(model)
-    kept: dict[str, Any] = dict(before)
-    if computed := [name for name, value in kept.items() if not isinstance(value, nn.Parameter)]:
+    present = skips_of(model)
+    _check_present(model, present, per)
+    example = example_for(model) if example is None else example
+    with without_skips(model):
+        places, missed = find_places(model, example)
+    _check_places(model, places, missed, present)
+    chosen = present.keys() | {place.name for place in match_places(places, sites)}
+    new = [place for place in places if place.name in chosen - present.keys()]
+    if not new and not exist_ok:
+        expected = "a model without λ-skips" + ("" if sites is None else " at these sites")
+        fix = "Change the λ it has (`rw.skips.skips_of(model)`), or call `rw.remove_lambda_skip(model)`."
+        raise SkipError(
+            f"model {type(model).__name__}", expected=expected, got=f"one with {len(present)}", fix=fix
+        )
+    handles: list[RemovableHandle] = []
+    try:
+        for place in new:
+            handles += install(model, place, learnable=learnable, per=per)
+        verify(model, example, [place for place in places if place.name in chosen], places)
+    except BaseException:
+        for handle in handles:
+            handle.remove()
+        for place in new:
+            _forget(model.get_submodule(place.write.module), place)
+        raise
+    all_places = skip_places(model)
+    skips = Skips(model, all_places, [*_notes_of_missed(model, places, missed), *_notes(all_places)])
+    with torch.no_grad():
+        for place in new:
+            skips[place.name].fill_(float(init))
+    return skips
+
+
+def _check_present(model: nn.Module, present: Skips, per: Per) -> None:
+    """Raise if λ-skips that a model has do not allow further ones."""
+    if computed := [site for site, value in present.items() if not isinstance(value, nn.Parameter)]:
         expected, got = "λ without a parametrization, pruning or weight norm", f"one at {computed[0]!r}"
         fix = "Call `rw.skips.save_skips`, `rw.remove_lambda_skip` and `rw.skips.load_skips` first."
-        raise SkipError(subject, expected=expected, got=got, fix=fix)
-    if kept and (per == "channel") != any(parameter.numel() > 1 for parameter in kept.values()):
+        raise SkipError(f"model {type(model).__name__}", expected=expected, got=got, fix=fix)
+    if present and (per == "channel") != any(value.numel() > 1 for value in present.values()):
         expected = "the kind of λ that the model has at other sites"
         fix = "Use the other `per`, or call `rw.remove_lambda_skip(model)` first."
         raise SkipError(f"`per={per!r}`", expected=expected, got="the other kind", fix=fix)
-    remove_lambda_skip(model, missing_ok=True)
-    try:
-        example = example_for(model) if example is None else example
-        found, missed = find_sites(model, example)
-        if not found:
-            out = f"{len(missed)} out of reach of all modules, in {', '.join(missed[:3])}"
-            got = out if missed else "none: no sum x + f(x) in which f mixes tokens"
-            fix = (
-                "A block must compute x + f(x) on states (B, T, D) or (T, D), with derivatives (no reentrant "
-                "checkpoint) and f in a module, and the example have two tokens or more."
-            )
-            if own := own_skips(model):
-                fix = f"The model has its own λ in {min(own)}: set `skip_init` in its configuration."
-            raise SkipError(subject, expected="residual connections around mixers", got=got, fix=fix)
-        if lost := kept.keys() - {site.name for site in found}:
-            expected, got = "a batch on which every λ-skip runs", f"one on which {min(lost)!r} does not"
-            fix = "Pass a batch of the kind the λ-skips were added with."
-            raise SkipError("`example`", expected=expected, got=got, fix=fix)
-        names = kept.keys() | {site.name for site in match_sites(found, sites)}
-        if len(names) == len(kept) and not exist_ok:
-            expected = "a model without λ-skips" + " at these sites" * (sites is not None)
-            fix = "Change the λ it has (`rw.skips.skips_of(model)`), or call `rw.remove_lambda_skip(model)`."
-            raise SkipError(subject, expected=expected, got=f"one with {len(kept)}", fix=fix)
-        chosen = [site for site in found if site.name in names]
-        for site in chosen:
-            install(model, site, learnable=learnable, per=per)
-        verify(model, example, chosen, found)
-        skips = Skips(model, chosen, [*_notes_of_missed(model, found, missed), *_notes(chosen)])
-        with torch.no_grad():
-            for parameter in skips.values():
-                parameter.fill_(float(init))
-    except BaseException:
-        remove_lambda_skip(model, missing_ok=True)
-        for site in before.sites.values():
-            install(model, site, learnable=learnable, per=per)
-        raise
-    finally:
-        for site in before.sites.values():
-            setattr(model.get_submodule(site.write.module), site.parameter, kept[site.name])
-    return skips
+
+
+def _check_places(
+    model: nn.Module, places: Sequence[SkipPlace], missed: Sequence[str], present: Skips
+) -> None:
+    """Raise if no place for λ was found on the example, or if a present λ-skip was not."""
+    if not places:
+        out = f"{len(missed)} out of reach of all modules, in {', '.join(missed[:3])}"
+        got = out if missed else "none: no sum x + f(x) in which f mixes tokens"
+        fix = (
+            "A block must compute x + f(x) on states (B, T, D) or (T, D), with derivatives (no reentrant "
+            "checkpoint) and f in a module, and the example have two tokens or more."
+        )
+        if built_in := own_skips(model):
+            fix = f"The model has its own λ in {min(built_in)}: set `skip_init` in its configuration."
+        expected = "residual connections around mixers"
+        raise SkipError(f"model {type(model).__name__}", expected=expected, got=got, fix=fix)
+    if lost := present.keys() - {place.name for place in places}:
+        expected, got = "a batch on which every λ-skip runs", f"one on which {min(lost)!r} does not"
+        fix = "Pass a batch of the kind the λ-skips were added with."
+        raise SkipError("`example`", expected=expected, got=got, fix=fix)
 
 
 def remove_lambda_skip(model: nn.Module, missing_ok: bool = False) -> None:
@@ -198,25 +220,25 @@ def remove_lambda_skip(model: nn.Module, missing_ok: bool = False) -> None:
         check_skips(model)
     for module in model.modules():
         remove_forward_hooks(module, lambda hook: isinstance(hook, SkipHook))
-        for site in vars(module).pop(NOTES, ()):
-            if is_parametrized(module, site.parameter):
-                remove_parametrizations(module, site.parameter)
-            elif hasattr(module, f"{site.parameter}_mask"):
-                prune.remove(module, site.parameter)
-            elif hasattr(module, f"{site.parameter}_g"):
-                remove_weight_norm(module, site.parameter)
-            delattr(module, site.parameter)
+        for place in list(vars(module).get(NOTES, ())):
+            if is_parametrized(module, place.parameter):
+                remove_parametrizations(module, place.parameter)
+            elif hasattr(module, f"{place.parameter}_mask"):
+                prune.remove(module, place.parameter)
+            elif hasattr(module, f"{place.parameter}_g"):
+                remove_weight_norm(module, place.parameter)
+            _forget(module, place)
 
 
 def skips_of(model: nn.Module) -> Skips:
     """Return the λ-skips of a model, or of a copy; empty if there are none (example: `add_lambda_skip`)."""
-    sites = skip_sites(model)
-    return Skips(model, sites, _notes(sites))
+    places = skip_places(model)
+    return Skips(model, places, _notes(places))
 
 
 def check_skips(model: nn.Module) -> None:
     """Raise if a model has no λ-skips."""
-    if not skip_sites(model):
+    if not skip_places(model):
         subject, fix = f"model {type(model).__name__}", "Put them in with `rw.add_lambda_skip(model)`."
         raise SkipError(subject, expected="a model with λ-skips", got="one without", fix=fix)
 
@@ -233,47 +255,57 @@ def check_values(lambdas: Mapping[str, Tensor], when: str, fix: str) -> None:
         check_finite(f"λ of {name!r}{when}", value.detach(), fix)
 
 
-def install(model: nn.Module, site: SkipSite, learnable: bool, per: Per) -> None:
-    """Register the parameter λ = 1 at one site, and the hooks that apply λ."""
-    module, read, scope = model.get_submodule(site.write.module), site.read, site.scope
-    device = next((one.device for one in (*module.parameters(), *model.parameters())), torch.device("cpu"))
-    dtype = torch.promote_types(site.dtype, torch.float32)
-    scale = torch.ones(site.width if per == "channel" else 1, dtype=dtype, device=device)
-    module.register_parameter(site.parameter, nn.Parameter(scale, requires_grad=learnable))
-    vars(module).setdefault(NOTES, []).append(site)
-    if read == site.write:
-        module.register_forward_pre_hook(ScaleArgument(site.parameter, read), with_kwargs=True)
-        return
-    if scope is None:
-        module.register_forward_hook(AddResidual(site.parameter, site.write.key, read), with_kwargs=True)
-        return
-    held, around, source = ThreadSlot(), model.get_submodule(scope), model.get_submodule(read.module)
-    around.register_forward_pre_hook(Scope(held))  # opens before other hooks read x
+def install(model: nn.Module, place: SkipPlace, learnable: bool, per: Per) -> list[RemovableHandle]:
+    """Register the parameter λ = 1 at one place, and the hooks that apply λ; return their handles."""
+    module, read, parameter = model.get_submodule(place.write.module), place.read, place.parameter
+    devices = (tensor.device for tensor in (*module.parameters(), *model.parameters()))
+    dtype = torch.promote_types(place.dtype, torch.float32)
+    width = place.width if per == "channel" else 1
+    scale = torch.ones(width, dtype=dtype, device=next(devices, torch.device("cpu")))
+    module.register_parameter(parameter, nn.Parameter(scale, requires_grad=learnable))
+    vars(module).setdefault(NOTES, []).append(place)
+    if read == place.write:
+        return [module.register_forward_pre_hook(ScaleArgument(parameter, read), with_kwargs=True)]
+    if place.scope is None:
+        add = AddResidual(parameter, place.write.key, read)
+        return [module.register_forward_hook(add, with_kwargs=True)]
+    held, around, source = ThreadSlot(), model.get_submodule(place.scope), model.get_submodule(read.module)
+    opening = around.register_forward_pre_hook(Scope(held))  # opens before other hooks read x
     register = source.register_forward_hook if read.argument is None else source.register_forward_pre_hook
-    register(HoldResidual(read, held), with_kwargs=True)
-    module.register_forward_hook(AddResidual(site.parameter, site.write.key, held), with_kwargs=True)
-    around.register_forward_hook(Scope(held), always_call=True)
+    holding = register(HoldResidual(read, held), with_kwargs=True)
+    add = AddResidual(parameter, place.write.key, held)
+    adding = module.register_forward_hook(add, with_kwargs=True)
+    return [opening, holding, adding, around.register_forward_hook(Scope(held), always_call=True)]
 
 
-def match_sites(found: list[SkipSite], sites: str | Iterable[str] | None) -> list[SkipSite]:
-    """Return the sites whose name, or that of a module around them, matches a wildcard; None: all sites."""
+def _forget(module: nn.Module, place: SkipPlace) -> None:
+    """Delete the parameter λ and its note from a module, if it has them."""
+    if place in (notes := vars(module).get(NOTES, [])):
+        delattr(module, place.parameter)
+        notes.remove(place)
+        if not notes:
+            delattr(module, NOTES)
+
+
+def match_places(places: list[SkipPlace], sites: str | Iterable[str] | None) -> list[SkipPlace]:
+    """Return the places whose site, or a module around it, matches a wildcard; all if ``sites`` is None."""
     if sites is None:
-        return found
+        return places
     chosen: set[str] = set()
     given: Any = sites if isinstance(sites, Iterable) and not isinstance(sites, str) else [sites]
     for pattern in list(given) or [""]:
         instance_of("`sites`", pattern, str, "names of modules", fix="Omit it for all.", error=SkipError)
-        parts = pattern.count(".") + 1
-        # names are cut to as many parts as the pattern has: "h.1" then matches "h.1.attn"
-        cut = {site.name: ".".join(site.name.split(".")[:parts]) for site in found}
-        matching = [site for site, name in cut.items() if fnmatchcase(name, pattern)]
+        depth = pattern.count(".") + 1
+        # names are cut to the depth of the pattern: "h.1" then matches "h.1.attn"
+        names = {place.name: ".".join(place.name.split(".")[:depth]) for place in places}
+        matching = [site for site, name in names.items() if fnmatchcase(name, pattern)]
         if not matching:
             raise SkipError(
                 f"site {pattern!r}", expected="the name of a residual mixer, or of a module around one",
-                got="none of that name", fix=did_you_mean(pattern, set(cut.values())),
+                got="none of that name", fix=did_you_mean(pattern, set(names.values())),
             )  # fmt: skip
         chosen.update(matching)
-    return [site for site in found if site.name in chosen]
+    return [place for place in places if place.name in chosen]
 
 
 def check_lambda(subject: str, value: object) -> None:
@@ -287,18 +319,22 @@ def check_lambda(subject: str, value: object) -> None:
         warnings.warn(f"λ = 0 removes the skip connections: {effect}", UserWarning, stacklevel=3)
 
 
-def _notes_of_missed(model: nn.Module, found: Iterable[SkipSite], missed: list[str]) -> list[str]:
-    known = [name for site in found for name in (site.write.module, site.block)]
-    without = blocks_without(model, [*known, *missed], {site.block for site in found if site.block})
-    listed = ", ".join(without[:3]) + (f" and {len(without) - 3} more" if without[3:] else "")
-    return [
-        *(f"no λ at the residual connection in {name}: no module gets x or returns f(x)" for name in missed),
-        *([f"no λ in {listed}: no sum x + f(x) ran in it in which f mixes tokens"] if without else []),
+def _notes_of_missed(model: nn.Module, places: Iterable[SkipPlace], missed: list[str]) -> list[str]:
+    """Return notes on residual connections and blocks that have no λ."""
+    with_lambda = [name for place in places for name in (place.write.module, place.block)]
+    blocks = {place.block for place in places if place.block}
+    without = blocks_without(model, [*with_lambda, *missed], blocks)
+    notes = [
+        f"no λ at the residual connection in {name}: no module gets x or returns f(x)" for name in missed
     ]
+    if without:
+        listed = ", ".join(without[:3]) + (f" and {len(without) - 3} more" if without[3:] else "")
+        notes.append(f"no λ in {listed}: no sum x + f(x) ran in it in which f mixes tokens")
+    return notes
 
 
-def _notes(sites: Iterable[SkipSite]) -> list[str]:
-    dropping = [site.name for site in sites if site.drops]
+def _notes(places: Iterable[SkipPlace]) -> list[str]:
+    dropping = [place.name for place in places if place.drops]
     limit = f"it is a function, not a module, and cannot be stepped over ({len(dropping)} sites)"
     return [f"in training, the dropout after {name} also acts on (λ − 1)·x: {limit}" for name in dropping[:1]]
 
@@ -345,8 +381,8 @@ def example_for(model: Any) -> Batch:
     text = getattr(config, "get_text_config", lambda: config)()
     most = min(config_value(text, "vocab_size") or 64, 64)
     special = {config_value(text, f"{name}_token_id") for name in ("pad", "bos", "eos", "mask", "image")}
-    plain = [token for token in range(most) if token not in special] or [0]
-    ids = torch.tensor([[plain[(3 * at + 1) % len(plain)] for at in range(TOKENS)]], device=device)
+    words = [token for token in range(most) if token not in special] or [0]
+    ids = torch.tensor([[words[(3 * i + 1) % len(words)] for i in range(TOKENS)]], device=device)
     example = {"input_ids": ids}
     if config_value(config, "is_encoder_decoder"):
         example["decoder_input_ids"] = ids[:, :DECODER_TOKENS]

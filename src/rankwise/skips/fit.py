@@ -1,6 +1,5 @@
-"""Learn λ: fit it by the loss of a language model, or try several λ by training; group it for other loops."""
+"""Learn λ: fit it by the loss of a model, or try several λ by training; group it for other loops."""
 
-import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -13,35 +12,24 @@ import torch
 from torch import Tensor, nn
 
 from rankwise._internals import forward
-from rankwise._internals.forward import (
-    Batch,
-    batch_errors,
-    drop_unused_labels,
-    each_batch,
-    eval_mode,
-    run_model,
-)
+from rankwise._internals.forward import Batch, batch_errors, drop_unused_labels, each_batch, eval_mode
 from rankwise._internals.parameters import parameter_groups
 from rankwise.auditing.error_hints import fix_hint
 from rankwise.errors import InputError, SkipError, in_range, whole_number
-from rankwise.importance.loss_choice import model_loss
-from rankwise.importance.losses import IGNORE_INDEX
+from rankwise.importance.loss_choice import ModelLoss, model_loss
+from rankwise.importance.losses import IGNORE_INDEX, token_ids
+from rankwise.importance.settings import ImportanceSettings
 from rankwise.skips.add import add_lambda_skip, check_finite, check_values, skips_of
-from rankwise.skips.locate import check_module
+from rankwise.skips.hook_places import check_module
 from rankwise.skips.observe import TRIED, raise_lambdas
 
 LossOfModel = Callable[[nn.Module, Any], Tensor]
-TextBatch = Mapping[str, Tensor]
-"""Batch of text with ``input_ids`` and, optionally, ``attention_mask``."""
-MASKED = 0.15
-"""Fraction of the tokens that are masked for the loss of a masked language model."""
 RATE = "0.02 is the default; try less."
 LOWER = "Use a lower learning rate; the λ are as they were before."
-HEADS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
 
 
 @dataclass
-class Fit:
+class SkipFit:
     """Result of a fit: the losses, and λ before and after it."""
 
     losses: list[float]
@@ -52,28 +40,29 @@ class Fit:
 
 def fit_skips(
     model: nn.Module,
-    batches: Iterable[TextBatch],
+    batches: Iterable[Batch],
     steps: int,
     lr: float = 0.02,
     mask_token: int | None = None,
     on_step: Callable[[int, float], None] | None = None,
-) -> Fit:
-    """Fit the λ-skips of a language model by its own loss; all other parameters stay frozen.
+) -> SkipFit:
+    """Fit the λ-skips of a model by its loss; all other parameters stay frozen.
 
-    Cost: a forward and a backward pass per step, and a forward pass at the end.
+    The loss is that of next tokens, of masked tokens, or of labels in the batches, as in
+    `rankwise.importance.measure_importance`. An encoder-decoder without labels predicts its input text.
+    Cost: a forward and a backward pass per step, and a forward pass at the start and at the end.
 
     Args:
-        model: a model of transformers with λ-skips and a language-model head.
-        batches: text batches with ``input_ids`` and ``attention_mask``, used in turn.
+        model: a model with λ-skips.
+        batches: batches, used in turn; at most ``steps`` of them are read.
         steps: number of steps.
         lr: learning rate of Adam; there is no weight decay.
         mask_token: id of the mask token, for masked language models.
         on_step: function called after each step with the number of finished steps and the loss.
 
     Raises:
-        InputError: if ``lr`` is not a finite number above 0, or there are no batches of text.
-        SkipError: if the model has no loss or no learnable λ, a batch has no token to predict, or a loss or λ
-            is not finite.
+        InputError: if ``lr`` is not a finite number above 0, or the batches have nothing to predict.
+        SkipError: if the model has no learnable λ, or a loss or λ is not finite.
 
     Any error restores the original λ. After Ctrl-C, λ of the last finished step are kept and returned.
 
@@ -84,51 +73,64 @@ def fit_skips(
         >>> ids = torch.tensor([[1, 2, 3, 4, 5, 6]])
         >>> batch, _ = {"input_ids": ids, "attention_mask": ids > 0}, rw.add_lambda_skip(model)
         >>> losses = rw.skips.fit_skips(model, [batch], steps=2).losses
-        >>> losses[0] > losses[1] > rw.skips.mean_loss(model, [batch])
+        >>> losses[0] > losses[1]
         True
     """
     in_range("`lr`", lr, "(0, inf)", fix=RATE)
     whole_number("`steps`", steps, 0)
     skips = skips_of(model)
-    scales = {name: [float(value.detach().mean())] for name, value in skips.items()}
+    before = _means(skips)
     group = skip_parameter_groups(model)[0]
-    kept = start = [parameter.detach().clone() for parameter in group["params"]]
+    loss_of, inputs = fitting_loss(model, islice(each_batch(batches), max(steps, 1)), mask_token)
+    last = start = [parameter.detach().clone() for parameter in group["params"]]
     fitted = {id(parameter) for parameter in group["params"]}
-    others = [one for one in model.parameters() if one.requires_grad and id(one) not in fitted]
+    others = [weight for weight in model.parameters() if weight.requires_grad and id(weight) not in fitted]
     losses: list[float] = []
+
+    def finite_loss(step: int) -> Tensor:
+        number = step % len(inputs)
+        with batch_errors(model, inputs[number], fix_hint):
+            loss = loss_of(model, inputs[number], number)
+        subject = f"loss after step {step}" if step else "loss before the first step"
+        check_finite(subject, loss.detach(), LOWER)
+        return loss
+
     try:
         for parameter in others:
             parameter.requires_grad_(False)
         optimizer = torch.optim.Adam([group], lr=lr)
         with eval_mode(model), torch.enable_grad():
-            for step, batch in zip(range(steps), cycle(each_batch(batches)), strict=False):
+            for step in range(steps):
                 optimizer.zero_grad()
-                loss = _finite_loss(model, batch, mask_token, step)
+                loss = finite_loss(step)
                 loss.backward()
                 optimizer.step()
                 check_values(skips, f" after step {step + 1}", LOWER)
-                kept = [parameter.detach().clone() for parameter in group["params"]]
+                last = [parameter.detach().clone() for parameter in group["params"]]
                 losses.append(loss.item())
                 if on_step is not None:
                     on_step(step + 1, loss.item())
             if steps:  # the loss after the last update is checked here, because no step follows
                 with torch.no_grad():
-                    _finite_loss(model, batch, mask_token, steps)
+                    finite_loss(steps)
     except BaseException as error:
-        kept = kept if isinstance(error, KeyboardInterrupt) else start
+        restored = last if isinstance(error, KeyboardInterrupt) else start
         with torch.no_grad():
-            for parameter, value in zip(group["params"], kept, strict=True):
-                parameter.copy_(value)
-        if kept is start:
+            for parameter, values in zip(group["params"], restored, strict=True):
+                parameter.copy_(values)
+        if restored is start:
             raise
     finally:
         for parameter in others:
             parameter.requires_grad_(True)
         for parameter in group["params"]:
             parameter.grad = None
-    for name, value in skips.items():
-        scales[name].append(float(value.detach().mean()))
-    return Fit(losses, scales)
+    after = _means(skips)
+    return SkipFit(losses, {site: [before[site], after[site]] for site in skips})
+
+
+def _means(skips: Mapping[str, Tensor]) -> dict[str, float]:
+    return {site: float(value.detach().mean()) for site, value in skips.items()}
 
 
 def skip_parameter_groups(
@@ -159,64 +161,46 @@ def skip_parameter_groups(
         got, fix = "none", "Add them by `rw.add_lambda_skip(model, learnable=True)`."
         if skips:
             got = f"{len(skips)} frozen ones"
-            fix = "Run `for one in rw.skips.skips_of(model).parameters(): one.requires_grad_(True)`."
+            fix = "Run `for scale in rw.skips.skips_of(model).parameters(): scale.requires_grad_(True)`."
         raise SkipError(f"model {type(model).__name__}", expected="λ-skips that can learn", got=got, fix=fix)
     rate = {} if lr is None else {"lr": lr}
-    known = {id(scale) for scale in scales}
+    ids = {id(scale) for scale in scales}
     others = parameter_groups(model, weight_decay)
     for group in others:
-        group["params"] = [one for one in group["params"] if id(one) not in known]
+        group["params"] = [weight for weight in group["params"] if id(weight) not in ids]
     return [{"params": scales, "weight_decay": 0.0, **rate}, *others]
 
 
-def mean_loss(model: nn.Module, batches: Iterable[TextBatch], mask_token: int | None = None) -> float:
-    """Return the mean loss over batches, in evaluation mode; arguments as in `fit_skips` (example there)."""
+def fitting_loss(
+    model: nn.Module, batches: Iterable[Batch], mask_token: int | None = None
+) -> tuple[ModelLoss, list[Batch]]:
+    """Return the loss that fits a model, and the batches with labels if an encoder-decoder lacks them.
+
+    Raise if the batches have nothing to predict.
+    """
     check_module(model)
-    with eval_mode(model), torch.no_grad():
-        losses = [loss_of(model, batch, mask_token).item() for batch in each_batch(batches)]
-    return sum(losses) / len(losses)
+    inputs = [_labelled(model, batch) for batch in batches]
+    with batch_errors(model, inputs[0], fix_hint):
+        loss = model_loss(model, inputs, ImportanceSettings(mask_token=mask_token))
+    if loss.compares_outputs:
+        fix = (
+            "Put `labels` into the batches, or define `loss(model, batch)` (in the file of a factory). Its "
+            "batch is one of the factory, or the model's input, such as the token ids (B, T) of a text."
+        )
+        raise InputError("`batches`", expected="labels, or a loss", got="neither", fix=fix)
+    return loss, inputs
 
 
-def _finite_loss(model: nn.Module, batch: Batch, mask_token: int | None, done: int) -> Tensor:
-    loss = loss_of(model, batch, mask_token)
-    subject = f"loss after step {done}" if done else "loss before the first step"
-    check_finite(subject, loss.detach(), LOWER)
-    return loss
-
-
-def loss_of(model: nn.Module, batch: Batch, mask_token: int | None = None) -> Tensor:
-    """Return the loss on a batch: for next tokens, masked tokens, or, in encoder-decoders, the input text."""
-    name = type(model).__name__
-    if not isinstance(batch, Mapping) or not isinstance(batch.get("input_ids"), Tensor):
-        fix = "Name the token ids: `{'input_ids': ids}`."
-        raise InputError("batch", expected="a dict with `input_ids`", got=type(batch).__name__, fix=fix)
-    masked = name.endswith("ForMaskedLM")
-    if not name.endswith(HEADS) or "labels" not in inspect.signature(model.forward).parameters:
-        expected = "a language model of transformers with its head, which has a loss"
-        fix = "Train λ in your own loop: `rw.skips.skip_parameter_groups(model)` are its parameters."
-        raise SkipError(f"model {name}", expected=expected, got="none", fix=fix)
-    if masked and mask_token is None:
-        fix = "Use a tokenizer that has a mask token."
-        raise SkipError(f"model {name}", expected="the id of the mask token", got="none", fix=fix)
-    inputs, ids = dict(batch), batch["input_ids"]
-    real = inputs["attention_mask"] != 0 if "attention_mask" in inputs else torch.ones_like(ids).bool()
-    predicted = real
-    if masked:
-        random = torch.rand(ids.shape, generator=torch.Generator().manual_seed(0)).to(ids.device)
-        predicted = real & (random < MASKED)
-        first = real & (real.cumsum(1) == 1)  # a sequence without a masked token masks its first
-        predicted |= first & ~predicted.any(1, keepdim=True)
-        inputs["input_ids"] = ids.masked_fill(predicted, mask_token or 0)
-    causal = name.endswith(("ForCausalLM", "LMHeadModel"))  # a causal model does not predict the first token
-    if not bool(predicted[:, int(causal) :].any()):
-        got = "one real token a sequence" if bool(real.any()) else "no real token, all are padding"
-        fix = "Leave it out; `attention_mask` is 1 at real tokens."
-        raise SkipError("batch", expected="a real token to predict", got=got, fix=fix)
-    inputs["labels"] = ids.masked_fill(~predicted, IGNORE_INDEX)
-    with batch_errors(model, inputs, fix_hint):
-        loss = run_model(model, inputs).loss
-    assert isinstance(loss, Tensor)  # a model that takes labels returns a loss
-    return loss
+def _labelled(model: nn.Module, batch: Batch) -> Batch:
+    """Return a batch in which an encoder-decoder that has nothing to predict predicts its input text."""
+    decodes = forward.config_value(model, "is_encoder_decoder")
+    if not (decodes and isinstance(batch, Mapping)) or {"labels", "decoder_input_ids"} & batch.keys():
+        return batch
+    ids = token_ids(batch)
+    if ids is None:
+        return batch
+    mask = batch.get("attention_mask", torch.ones_like(ids))
+    return {**batch, "labels": ids.masked_fill(mask == 0, IGNORE_INDEX)}
 
 
 # --- trial -----------------------------------------------------------------------------------------------
@@ -275,13 +259,13 @@ def try_lambdas(
     devices = range(torch.cuda.device_count())  # those that `manual_seed` seeds
     with torch.random.fork_rng(devices=devices), torch.enable_grad(), suppress(KeyboardInterrupt):
         for other in (alternatives or {}).values():  # first, so that an error loses no training
-            model, own, lost = _prepared(other, read, None, seed, loss)
-            with batch_errors(model, own[0], fix_hint), torch.no_grad():
-                lost(model, own[0])
+            model, inputs, loss_of = _prepared(other, read, None, seed, loss)
+            with batch_errors(model, inputs[0], fix_hint), torch.no_grad():
+                loss_of(model, inputs[0])
         for name, make, value in tried:
             on_run(name)
-            model, own, lost = _prepared(make, read, value, seed, loss)
-            runs[name] = _train(model, own, steps, lr, lost)
+            model, inputs, loss_of = _prepared(make, read, value, seed, loss)
+            runs[name] = _train(model, inputs, steps, lr, loss_of)
     return runs
 
 
@@ -292,15 +276,17 @@ def _prepared(
     """Return a new model with |λ| of at least a value, the batches on its device, and its loss."""
     torch.manual_seed(seed)
     model = deepcopy(make())
-    own = forward.to_device(batches, forward.device_of(model))
+    inputs: list[Batch] = forward.to_device(list(batches), forward.device_of(model))
     if value is not None:
-        example = drop_unused_labels(model, own[0])[0]
+        example = drop_unused_labels(model, inputs[0])[0]
         skips = skips_of(model) or add_lambda_skip(model, value, example=example)
         for site, raised in raise_lambdas(skips, value).items():
             skips[site].data.copy_(raised)
-    lost = loss or loss_on_labels(model, own)
+    loss_of = loss
+    if loss_of is None:
+        loss_of, inputs = fitting_loss(model, inputs)
     torch.manual_seed(seed)  # for dropout, whatever the weights have drawn
-    return model, own, lost
+    return model, inputs, loss_of
 
 
 def _train(
@@ -312,24 +298,11 @@ def _train(
     for batch in islice(cycle(batches), steps):
         optimizer.zero_grad()
         with batch_errors(model, batch, fix_hint):
-            lost = loss(model, batch)
-        losses.append(float(lost.detach()))
+            mean = loss(model, batch)
+        losses.append(float(mean.detach()))
         if not math.isfinite(losses[-1]):
             break
-        lost.backward()
+        mean.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
     return losses
-
-
-def loss_on_labels(model: nn.Module, batches: Sequence[Batch]) -> LossOfModel:
-    """Return the mean loss that fits a model and its batches; raise if they have nothing to predict."""
-    with batch_errors(model, batches[0], fix_hint):
-        loss = model_loss(model, batches)
-    if loss.compares_outputs:
-        fix = (
-            "Put `labels` into the batches, or define `loss(model, batch)` (in the file of a factory). Its "
-            "batch is one of the factory, or the model's input, such as the token ids (B, T) of a text."
-        )
-        raise InputError("`batches`", expected="labels, or a loss", got="neither", fix=fix)
-    return loss

@@ -17,10 +17,10 @@ from rankwise._internals.torch_private import without_forward_hooks
 from rankwise.auditing.error_hints import fix_hint
 from rankwise.errors import SkipError
 from rankwise.importance.losses import real_tokens
-from rankwise.skips.find import SumChange, SumName, probe_mode, replacing_sums
+from rankwise.skips.hook_places import SkipPlace, find_places, skip_places
 from rankwise.skips.hooks import SkipHook, current
-from rankwise.skips.locate import SkipSite, find_sites, skip_sites
-from rankwise.skips.modules import LambdaSkip
+from rankwise.skips.lambda_skip import LambdaSkip
+from rankwise.skips.residual_sums import SumChange, SumName, probe_mode, replacing_sums
 from rankwise.tracing import RecordedCall, record_calls
 
 ROUNDINGS = 8
@@ -29,8 +29,8 @@ TRIED = (1.0, 2.0, 4.0, 8.0, 16.0)
 """Values of |λ| to try, the smallest first."""
 Lambdas = Mapping[str, Tensor | float]
 """Values of λ by the name of the site."""
-OnSum = Callable[[SkipSite, Tensor, Tensor, Tensor], None]
-"""Function that is called with the site, x, f(x) and λx + f(x) of a sum."""
+OnSum = Callable[[SkipPlace, Tensor, Tensor, Tensor], None]
+"""Function that is called with the place, x, f(x) and λx + f(x) of a sum."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Norm:
 class ObservedSkip:
     """Tensors of one sum λx + f(x) in a forward pass: x, branch f(x), total, token mask, and the norm."""
 
-    site: SkipSite
+    place: SkipPlace
     x: Float[Tensor, "B T D"]
     branch: Float[Tensor, "B T D"]
     total: Float[Tensor, "B T D"]
@@ -72,50 +72,50 @@ class ObservedSkip:
 
 
 def observe(
-    model: nn.Module, batch: Batch, sites: Sequence[SkipSite], lambdas: Lambdas
+    model: nn.Module, batch: Batch, places: Sequence[SkipPlace], lambdas: Lambdas
 ) -> list[ObservedSkip]:
-    """Run a batch with the given λ; return every sum of the sites, in the order of the forward pass."""
-    seen: list[ObservedSkip] = []
+    """Run a batch with the given λ; return every sum of the places, in the order of the forward pass."""
+    skips: list[ObservedSkip] = []
     unlike: set[str] = set()
 
-    def note(site: SkipSite, x: Tensor, branch: Tensor, total: Tensor) -> None:
-        if x.shape != branch.shape or x.shape[-1] != site.width:
-            unlike.add(site.name)
+    def record(place: SkipPlace, x: Tensor, branch: Tensor, total: Tensor) -> None:
+        if x.shape != branch.shape or x.shape[-1] != place.width:
+            unlike.add(place.name)
             return
-        home = float64_device(x.device)  # all numbers are computed in float64
-        x, branch, total = (as_batch(value, site.axis).to(home) for value in (x, branch, total))
-        decodes = "decoder" in site.name.split(".") and "decoder_input_ids" in tensors_of(batch)
+        device = float64_device(x.device)  # all numbers are computed in float64
+        x, branch, total = (as_batch(states, place.axis).to(device) for states in (x, branch, total))
+        decodes = "decoder" in place.name.split(".") and "decoder_input_ids" in tensors_of(batch)
         mask = real_tokens(batch, x.shape[:2], decodes).to(x.device)
-        seen.append(ObservedSkip(site, x, branch, total, mask, Norm("none")))
+        skips.append(ObservedSkip(place, x, branch, total, mask, Norm("none")))
 
-    norms = {site.norm for site in sites} - {""}
-    recording, scaled = record_calls(model, norms, copy=True), with_lambdas(model, sites, lambdas, note)
+    norms = {place.norm for place in places} - {""}
+    recording, scaled = record_calls(model, norms, copy=True), with_lambdas(model, places, lambdas, record)
     with batch_errors(model, batch, fix_hint), scaled, recording as calls, probe_mode(model), torch.no_grad():
         run_model(model, batch)
-    by_site = grouped(seen, lambda added: added.site.name)
-    if missing := unlike | {site.name for site in sites} - set(by_site):
+    by_site = grouped(skips, lambda skip: skip.place.name)
+    if missing := unlike | {place.name for place in places} - set(by_site):
         expected = "a batch with the sums of the example that the skips were added with"
         fix = "Pass a batch of that kind, or one of this kind as `example=` to `add_lambda_skip`."
         raise SkipError(f"site {min(missing)!r}", expected=expected, got="one without this sum", fix=fix)
-    for several in by_site.values():
-        found = [_norm_behind(added, calls) for added in several]
+    for same_site in by_site.values():
+        candidates = [_norm_behind(skip, calls) for skip in same_site]
         # one unknown norm makes the norm of the site unknown
-        norm = next((norm for norm in found if norm.kind == "unknown"), found[-1])
-        for added in several:
-            added.norm = norm
-    return seen
+        norm = next((norm for norm in candidates if norm.kind == "unknown"), candidates[-1])
+        for skip in same_site:
+            skip.norm = norm
+    return skips
 
 
 @contextmanager
 def with_lambdas(
-    model: nn.Module, sites: Sequence[SkipSite], lambdas: Lambdas, on_sum: OnSum | None = None
+    model: nn.Module, places: Sequence[SkipPlace], lambdas: Lambdas, on_sum: OnSum | None = None
 ) -> Iterator[None]:
-    """Context manager in which a model runs with the given λ at some sites; no weight of the model changes.
+    """Context manager in which a model runs with the given λ at some places; no weight of the model changes.
 
-    Sites may be λ-skips, `LambdaSkip` modules or plain residual connections; sites without a given λ keep
+    Places may be λ-skips, `LambdaSkip` modules or plain residual connections; places without a given λ keep
     their λ. ``on_sum`` is called for each sum.
     """
-    scaled = scaled_sums(sites, {**lambdas_of(model, sites), **lambdas}, on_sum)
+    scaled = scaled_sums(places, {**lambdas_of(model, places), **lambdas}, on_sum)
     with plain_skips(model), replacing_sums(model, scaled):
         yield
 
@@ -129,59 +129,61 @@ def without_skips(model: nn.Module) -> AbstractContextManager[None]:
 def plain_skips(model: nn.Module) -> Iterator[None]:
     """Context manager in which hooks are off, and every `LambdaSkip` computes a plain x + f(x)."""
     plain = {"kind": "fixed", "init": 1.0, "weight": None}
-    own = {name: plain for name, module in model.named_modules() if isinstance(module, LambdaSkip)}
-    with without_skips(model), Change(model, attributes=own):
+    changes = {name: plain for name, module in model.named_modules() if isinstance(module, LambdaSkip)}
+    with without_skips(model), Change(model, attributes=changes):
         yield
 
 
-def sites_in(model: nn.Module, batch: Batch) -> tuple[list[SkipSite], list[str]]:
+def places_in(model: nn.Module, batch: Batch) -> tuple[list[SkipPlace], list[str]]:
     """Return the λ-skips of a model; if there are none, its residual connections, found by running the batch.
 
     The second result names blocks with residual connections that no hook can reach. A `LambdaSkip` module is
     found as a residual connection, independent of its λ.
     """
-    if sites := skip_sites(model):
-        return sites, []
+    if places := skip_places(model):
+        return places, []
     with plain_skips(model):
-        return find_sites(model, batch)
+        return find_places(model, batch)
 
 
-def lambdas_of(model: nn.Module, sites: Sequence[SkipSite]) -> dict[str, Tensor]:
+def lambdas_of(model: nn.Module, places: Sequence[SkipPlace]) -> dict[str, Tensor]:
     """Return the current λ of each site, with shape (1,) or (D,); 1 for a site without λ."""
-    found = {}
-    for site in sites:
-        module = model.get_submodule(site.write.module)
+    lambdas = {}
+    for place in places:
+        module = model.get_submodule(place.write.module)
         plain = module.current() if isinstance(module, LambdaSkip) else torch.ones(1)
-        value = current(module, site.parameter) if hasattr(module, site.parameter) else plain
-        found[site.name] = value.detach().reshape(-1)
-    return found
+        scale = current(module, place.parameter) if hasattr(module, place.parameter) else plain
+        lambdas[place.name] = scale.detach().reshape(-1)
+    return lambdas
 
 
 def raise_lambdas(lambdas: Mapping[str, Tensor], value: float) -> dict[str, Tensor]:
     """Return λ with every |λ| raised to at least `value`; signs are preserved, and 0 counts as positive."""
-    return {name: torch.where(own < 0, -1, 1) * own.abs().clamp(min=value) for name, own in lambdas.items()}
+    return {
+        site: torch.where(scale < 0, -1, 1) * scale.abs().clamp(min=value) for site, scale in lambdas.items()
+    }
 
 
 def scaled_sums(
-    sites: Sequence[SkipSite], lambdas: Lambdas, on_sum: OnSum | None = None
+    places: Sequence[SkipPlace], lambdas: Lambdas, on_sum: OnSum | None = None
 ) -> dict[SumName, SumChange]:
-    """Return a function for each sum of the sites: it computes λx + f(x)."""
+    """Return a function for each sum of the places: it computes λx + f(x)."""
     return {
-        name: partial(scaled_sum, site.which, lambdas[site.name], on_sum and partial(on_sum, site))
-        for site in sites
-        for name in site.sums
+        name: partial(scaled_sum, place.which, lambdas[place.name], on_sum and partial(on_sum, place))
+        for place in places
+        for name in place.sums
     }
 
 
 def scaled_sum(
-    which: int, scale: Tensor | float, seen: Callable[..., None] | None, first: Tensor, other: Tensor
+    which: int, scale: Tensor | float, on_sum: Callable[..., None] | None, first: Tensor, other: Tensor
 ) -> Tensor:
-    """Return λ·x + y, where x is operand ``which`` (0 or 1); call ``seen`` with x, y and the sum."""
+    """Return λ·x + y, where x is operand ``which`` (0 or 1); call ``on_sum`` with x, y and the sum."""
     x, branch = (other, first) if which else (first, other)
     scale = scale.to(x.device) if isinstance(scale, Tensor) else scale
     total = (x * scale).to(x.dtype) + branch
-    if seen is not None:
-        seen(x.clone(), branch.clone(), total)
+    if on_sum is not None:
+        on_sum(x.clone(), branch.clone(), total)
     return total
 
 
@@ -200,20 +202,21 @@ def normed(rows: Tensor, centre: bool, eps: float) -> Tensor:
     return rows / torch.where(size > 0, size, 1.0)
 
 
-def _norm_behind(added: ObservedSkip, calls: Sequence[RecordedCall]) -> Norm:
-    site, total = added.site, added.total
-    if site.read_by:
-        return Norm("unknown", reason=f"the function {site.read_by} reads the sum outside of any module")
-    if not site.norm:
+def _norm_behind(skip: ObservedSkip, calls: Sequence[RecordedCall]) -> Norm:
+    """Return the norm that reads a sum, by the recorded calls of its module."""
+    place, total = skip.place, skip.total
+    if place.read_by:
+        return Norm("unknown", reason=f"the function {place.read_by} reads the sum outside of any module")
+    if not place.norm:
         return Norm("none")
-    total = total.transpose(0, 1) if site.axis == 0 else total
-    for call in (call for call in calls if call.name == site.norm):
+    total = total.transpose(0, 1) if place.axis == 0 else total
+    for call in (call for call in calls if call.name == place.norm):
         for value in tensors_in((call.args, call.kwargs)):
             if value.numel() == total.numel() and value.shape[-1:] == total.shape[-1:]:
                 pair = as_float64(value.reshape(total.shape)), as_float64(total)
                 if torch.allclose(*pair, rtol=0, atol=0, equal_nan=True):
                     return read_norm(call.module, total, call.output)
-    return Norm("unknown", reason=f"{site.norm} does not receive the sum itself")
+    return Norm("unknown", reason=f"{place.norm} does not receive the sum itself")
 
 
 def read_norm(module: nn.Module, rows: Tensor, output: Any) -> Norm:
@@ -228,7 +231,7 @@ def read_norm(module: nn.Module, rows: Tensor, output: Any) -> Norm:
     gain = as_float64(weight.detach() if isinstance(weight, Tensor) else rows.new_ones(rows.shape[-1]))
     shift = as_float64(bias.detach() if isinstance(bias, Tensor) else rows.new_zeros(rows.shape[-1]))
     fits = gain.shape == shift.shape == rows.shape[-1:]
-    known: list[tuple[float, Norm]] = []
+    fitting: list[tuple[float, Norm]] = []
     if fits and isinstance(output, Tensor) and output.numel() == rows.numel():
         finite = rows.isfinite().all(-1)  # padding rows can be infinite or NaN
         read, out = as_float64(rows)[finite], as_float64(output.detach().reshape(rows.shape))[finite] - shift
@@ -246,9 +249,11 @@ def read_norm(module: nn.Module, rows: Tensor, output: Any) -> Norm:
                 allowed += 2 * torch.finfo(output.dtype).eps * ((scale * ideal).abs() + shift.abs())
                 error = (out - scale * ideal).abs()
                 if bool(scale.any()) and bool((error <= allowed).all()):
-                    known.append((float(error.sum()), Norm("LayerNorm" if centre else "RMSNorm", eps, scale)))
-    if known:  # in bfloat16, both norms may fit
-        return min(known, key=lambda one: one[0])[1]
+                    fitting.append(
+                        (float(error.sum()), Norm("LayerNorm" if centre else "RMSNorm", eps, scale))
+                    )
+    if fitting:  # in bfloat16, both norms may fit
+        return min(fitting, key=lambda error_and_norm: error_and_norm[0])[1]
     reason = f"{type(module).__name__} computes neither LayerNorm nor RMSNorm of each row"
     return Norm("unknown", reason=reason)
 

@@ -1,7 +1,6 @@
 """Recommend λ: choose λ for one stack of blocks by trials, and write it into the findings of an audit."""
 
 import math
-import shlex
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -13,30 +12,30 @@ from rankwise._internals import forward
 from rankwise._internals.forward import Batch, Change, batch_errors, check_batch, each_batch, run_model
 from rankwise._internals.records import grouped
 from rankwise.auditing.error_hints import fix_hint
-from rankwise.auditing.findings import COLLAPSE_FALL, FINDING_RULES, INACTIVE_TURN
+from rankwise.auditing.findings import COLLAPSE_FALL, INACTIVE_TURN, collapse_words, inactive_remedy
 from rankwise.auditing.measure import measure_states
-from rankwise.auditing.provenance import runnable
-from rankwise.auditing.records import SEVERITY_ORDER, Address, Finding, StateRecord
+from rankwise.auditing.records import SEVERITY_ORDER, Address, Finding, Remedy, StateRecord
+from rankwise.auditing.remedies import in_steps
 from rankwise.auditing.result import Audit
 from rankwise.auditing.statistics import ModelStatistics
 from rankwise.errors import InputError, instance_of, one_of
 from rankwise.skips.add import check_traceable, skips_of
-from rankwise.skips.certificate import LambdaChoice, lambda_words
-from rankwise.skips.certify import certify_sites, check_tokens
-from rankwise.skips.find import probe_mode
-from rankwise.skips.fit import LossOfModel, loss_on_labels
-from rankwise.skips.locate import SkipSite, check_module, find_sites, skip_sites
-from rankwise.skips.modules import own_skips
+from rankwise.skips.certify import KEEP_SPREAD, certify_places, check_tokens
+from rankwise.skips.fit import LossOfModel, fitting_loss
+from rankwise.skips.hook_places import SkipPlace, check_module, find_places, skip_places
+from rankwise.skips.lambda_skip import own_skips
 from rankwise.skips.observe import (
     TRIED,
     Lambdas,
     lambdas_of,
     observe,
+    places_in,
     plain_skips,
     raise_lambdas,
-    sites_in,
     with_lambdas,
 )
+from rankwise.skips.records import LambdaChoice, lambda_words
+from rankwise.skips.residual_sums import probe_mode
 from rankwise.tracing import CapturedState, capture
 
 AuditT = TypeVar("AuditT", bound=Audit)
@@ -44,8 +43,6 @@ AuditT = TypeVar("AuditT", bound=Audit)
 APART = 0.1
 """Least token spread that a tried λ must leave after every block. In docs/tutorials/repair-collapse.md a
 model does not train with λ = 4, which leaves 0.05, and does with 8, which leaves 0.15."""
-KEEP = 0.5
-"""Fraction of μ² (μ: absolute token spread) that each layer keeps with the λ that is proved."""
 SAMPLE = 4
 """Number of sequences that `recommend` examines if a batch is a dict."""
 AGAIN = "the model ran again on the first batch"
@@ -59,13 +56,13 @@ PRE_NORM = {"norm_first": (True, "norm_first=True"), "post_norm": (False, 'norm_
 """Attributes of blocks that decide where norms are: the value for pre-norm, and the option that sets it."""
 BUILD_PRE_NORM = "build and train the model with pre-norm ({option}), which has no COLLAPSE on this batch"
 UNTRIED = "nothing that was tried helps; compare the model to one with pre-norm, by rw.skips.try_lambdas"
-TOLD = " Tried on this batch: "
-TRIAL = (
-    "train it with each λ (add the --lr of your training): `{skip --try-steps 100 | "
-    "rw.skips.try_lambdas(lambda: model, batches)}`; to add the least λ that keeps tokens apart here: "
-)
+TRIAL = Remedy(
+    words="train briefly with each λ (add your --lr)", verb="skip", options=[["--try-steps", "100"]],
+    code="rw.skips.try_lambdas(lambda: model, batches)",
+)  # fmt: skip
 """First step against COLLAPSE if a loss is known, because a λ that keeps tokens apart need not train."""
-LOAD = "; then add the line “load:” that it prints to the factory"
+TRIAL_WITH_LOSS = TRIAL.model_copy(update={"code": "rw.skips.try_lambdas(lambda: model, batches, loss=loss)"})
+LOAD = Remedy(words="paste the printed `load:` line into your factory")
 """Last step for a model that a factory builds, because λ-skips are written without the model."""
 
 
@@ -76,7 +73,7 @@ def choose_lambda(model: nn.Module, batch: Batch, stack: str) -> LambdaChoice:
     stack if that is above 1. Tokens stay apart if the token spread of the batch is at least 0.1, or half of
     its value at the input, after every block; COLLAPSE is below 0.04. Signs of λ are preserved, and 0 counts
     as positive. The model is not changed. No λ is named if tokens stay apart with none of them, or if λ
-    suppresses a mixer (INACTIVE_BLOCK): `LambdaChoice.instead` then says what to do. `try_lambdas` shows what
+    suppresses a mixer (INACTIVE_BLOCK): `LambdaChoice.advice` then says what to do. `try_lambdas` shows what
     trains.
 
     Cost: up to twelve forward passes, two with derivatives if the model has no λ-skips, and ‖M‖_F of the
@@ -103,98 +100,102 @@ def choose_lambda(model: nn.Module, batch: Batch, stack: str) -> LambdaChoice:
     """
     check_traceable(model)
     check_tokens(batch)
-    return _choose(model, batch, stack, *_sites_of(model, batch, stack, sites_in(model, batch)[0]))
+    return _choose(model, batch, stack, *_places_of(model, batch, stack, places_in(model, batch)[0]))
 
 
-def _sites_of(
-    model: nn.Module, batch: Batch, stack: str, sites: Sequence[SkipSite]
-) -> tuple[Sequence[SkipSite], list[SkipSite]]:
-    """Return all sites, and the sites in a stack; search for plain ones if only other stacks have λ-skips."""
-    if inside := [site for site in sites if site.name.startswith(f"{stack}.")]:
-        return sites, inside
-    stacks = {layer.stack for layer in _layers(model, [batch])}
+def _places_of(
+    model: nn.Module, batch: Batch, stack: str, places: Sequence[SkipPlace]
+) -> tuple[Sequence[SkipPlace], list[SkipPlace]]:
+    """Return all places, and the places in a stack.
+
+    Plain residual connections are searched if only other stacks have λ-skips.
+    """
+    if inside := [place for place in places if place.name.startswith(f"{stack}.")]:
+        return places, inside
+    stacks = {state.stack for state in _states(model, [batch])}
     _check_stack(model, stack, stacks)
-    if skip_sites(model):
+    if skip_places(model):
         with plain_skips(model):
-            found, _ = find_sites(model, batch)
-        if inside := [site for site in found if site.name.startswith(f"{stack}.")]:
-            return found, inside
-    # names of sites may lack the stack's name: take all sites that belong to no other stack
+            plain, _ = find_places(model, batch)
+        if inside := [place for place in plain if place.name.startswith(f"{stack}.")]:
+            return plain, inside
+    # names of sites may lack the stack's name: take all places that belong to no other stack
     others = tuple(f"{other}." for other in stacks - {stack})
-    return sites, [site for site in sites if not site.name.startswith(others)]
+    return places, [place for place in places if not place.name.startswith(others)]
 
 
-def _check_stack(model: nn.Module, stack: str, known: set[str]) -> None:
-    if not known:
+def _check_stack(model: nn.Module, stack: str, stacks: set[str]) -> None:
+    if not stacks:
         fix = "`rw.certify_skip` shows the bounds of single layers."
         raise InputError(f"model {type(model).__name__}", expected="a stack of blocks", got="none", fix=fix)
-    one_of("`stack`", stack, known)
+    one_of("`stack`", stack, stacks)
 
 
 def _choose(
-    model: nn.Module, batch: Batch, stack: str, sites: Sequence[SkipSite], inside: Sequence[SkipSite]
+    model: nn.Module, batch: Batch, stack: str, places: Sequence[SkipPlace], inside: Sequence[SkipPlace]
 ) -> LambdaChoice:
-    """Choose λ for the sites inside a stack, among all sites of the model."""
-    names = [site.name for site in inside]
+    """Choose λ for the places inside a stack, among all places of the model."""
+    sites = [place.name for place in inside]
     if not inside:
         return LambdaChoice(
-            stack=stack, sites=names, value=None, removes_collapse=False, tried=[], proved=None,
-            mixing_share=math.nan, instead=BY_HAND,
+            stack=stack, sites=sites, value=None, removes_collapse=False, tried=[], proved=None,
+            mixing_share=math.nan, advice=BY_HAND,
         )  # fmt: skip
     current = lambdas_of(model, inside)
     tried: list[tuple[float, float]] = []
-    present = min(float(own.abs().min()) for own in current.values())
+    present = min(float(scale.abs().min()) for scale in current.values())
     for value in sorted({max(value, present) for value in TRIED}):
-        with with_lambdas(model, sites, raise_lambdas(current, value)):
+        with with_lambdas(model, places, raise_lambdas(current, value)):
             removed, lowest = _trial(model, batch, stack)
         tried.append((value, lowest))
         if removed:
             break
     best = tried[-1][0] if removed else max(tried, key=lambda trial: (not math.isnan(trial[1]), trial[1]))[0]
-    raised = raise_lambdas(current, best)
-    before, shares = (mixing_shares(model, batch, sites, own) for own in ({}, raised))
-    suppressed = [name for name in names if shares[name] < INACTIVE_TURN <= before[name]]
-    layers = [one for one in certify_sites(model, batch, sites, KEEP).layers if one.site in names]
-    least = [
+    before = mixing_shares(model, batch, places)
+    shares = mixing_shares(model, batch, places, raise_lambdas(current, best))
+    suppressed = [site for site in sites if shares[site] < INACTIVE_TURN <= before[site]]
+    certificate = certify_places(model, batch, places, KEEP_SPREAD)
+    layers = [layer for layer in certificate.layers if layer.site in sites]
+    bounds = [
         layer.min_lambda_proved_relative if layer.norm == "none" else layer.min_lambda_proved
         for layer in layers
     ]
-    known = [value for value in least if value is not None and math.isfinite(value)]
-    proved = max(known) if known and len(known) == len(least) else None
-    named, told = removed and not suppressed, f"|λ| = {best:g} removes COLLAPSE"
+    finite = [bound for bound in bounds if bound is not None and math.isfinite(bound)]
+    proved = max(finite) if finite and len(finite) == len(bounds) else None
+    named, result = removed and not suppressed, f"|λ| = {best:g} removes COLLAPSE"
     if not removed:
-        told = f"no |λ| up to {TRIED[-1]:g} keeps the token spread above {APART:g}, and no λ is named"
+        result = f"no |λ| up to {TRIED[-1]:g} keeps the token spread above {APART:g}, and no λ is named"
     elif suppressed:
-        told += f", but suppresses {len(suppressed)} mixers, and no λ is named"
+        result += f", but suppresses {len(suppressed)} mixers, and no λ is named"
     elif present >= best:
-        told = "no COLLAPSE"
-    bound = "none is known" if proved is None else lambda_words(proved)
-    statement = f"{TOLD.lstrip()}{told}. Proved to keep half of μ² per layer: {bound}."
+        result = "no COLLAPSE"
+    least = "none is known" if proved is None else lambda_words(proved)
+    summary = f"Tried on this batch: {result}. Proved to keep half of μ² per layer: {least}."
     return LambdaChoice(
-        stack=stack, sites=names, value=best if named else None, removes_collapse=removed, tried=tried,
-        proved=proved, mixing_share=sum(shares[name] for name in names) / len(names),
-        statement=f"{statement} Nothing is known about training with such a λ." if named else statement,
-        instead="" if named else _instead(model, batch, stack, {layer.norm for layer in layers}),
+        stack=stack, sites=sites, value=best if named else None, removes_collapse=removed, tried=tried,
+        proved=proved, mixing_share=sum(shares[site] for site in sites) / len(sites),
+        summary=f"{summary} Nothing is known about training with such a λ." if named else summary,
+        advice="" if named else _advice(model, batch, stack, {layer.norm for layer in layers}),
     )  # fmt: skip
 
 
 def _trial(model: nn.Module, batch: Batch, stack: str) -> tuple[bool, float]:
     """Return True if the tokens of a stack stay apart, and the lowest token spread after its blocks."""
-    layers = _layers(model, [batch])
-    _check_stack(model, stack, {layer.stack for layer in layers})
-    own = [layer for layer in layers if layer.stack == stack]
-    lowest = min((state.spread for state in own if state.blocks), default=math.nan)
-    least = min([APART, *(COLLAPSE_FALL * state.spread for state in own if not state.blocks)])
+    records = _states(model, [batch])
+    _check_stack(model, stack, {state.stack for state in records})
+    states = [state for state in records if state.stack == stack]
+    lowest = min((state.spread for state in states if state.blocks), default=math.nan)
+    least = min([APART, *(COLLAPSE_FALL * state.spread for state in states if not state.blocks)])
     return not lowest < least, lowest
 
 
-def _instead(model: nn.Module, batch: Batch, stack: str, norms: set[str]) -> str:
+def _advice(model: nn.Module, batch: Batch, stack: str, norms: set[str]) -> str:
     """Return the advice for a stack for which no λ is named; pre-norm is tried if an attribute decides it."""
     for name, (value, option) in PRE_NORM.items():
         changed = {
-            at: {name: value}
-            for at, module in model.named_modules()
-            if isinstance(now := getattr(module, name, value), bool) and now != value
+            module_name: {name: value}
+            for module_name, module in model.named_modules()
+            if isinstance(present := getattr(module, name, value), bool) and present != value
         }
         if changed:
             with plain_skips(model), Change(model, attributes=changed):
@@ -237,44 +238,48 @@ def recommend(audit: AuditT, model: nn.Module, batch: Batch, loss: LossOfModel |
     found = [finding for finding in audit.findings if "mixer_share" not in finding.evidence]
     notes = [note for note in audit.provenance.notes if not note.startswith((AGAIN, TRAINS))]
     collapsed, own = any(finding.code == "COLLAPSE" for finding in found), own_skips(model)
-    skips = bool(skip_sites(model) or own)
+    skips = bool(skip_places(model) or own)
     if collapsed or skips:
         with batch_errors(model, sample, fix_hint), probe_mode(model), torch.no_grad():
             run_model(model, sample)
         check_traceable(model)
-        sites, _ = sites_in(model, sample)
+        sites, _ = places_in(model, sample)
         looked_at = [*["suppressed mixers"] * skips, *["λ against COLLAPSE"] * collapsed]
         notes.append(f"{AGAIN}, {forward.batch_size(sample)} sequences, for {' and '.join(looked_at)}")
     if skips:
         blocks = [f"{finding.where.site}." for finding in found if finding.code == "INACTIVE_BLOCK"]
-        scaled = sites if skip_sites(model) else [site for site in sites if site.write.module in own]
+        scaled = sites if skip_places(model) else [site for site in sites if site.write.module in own]
         for site, share in mixing_shares(model, sample, scaled).items():
             if share >= INACTIVE_TURN or f"{site}.".startswith(tuple(blocks)):
                 continue
             effect = f"its output is {share:.1g} of the sum with its skip connection"
             meaning = f"The mixer at {site or 'the model itself'} barely changes its tokens: {effect}."
-            block, mixer = "take the block out of its list", "set the weights of its output projection to 0"
             suppressed = Finding(
                 code="INACTIVE_BLOCK", severity="warning", where=Address(site=site), meaning=meaning,
                 evidence={"mixer_share": share},
-                remedy=FINDING_RULES["INACTIVE_BLOCK"].remedy.replace(block, mixer),
+                remedy=inactive_remedy("set the weights of its output projection to 0"),
             )  # fmt: skip
             found.append(suppressed)
     if collapsed:
         found = [advise_lambda(one, model, sample, sites) if one.code == "COLLAPSE" else one for one in found]
-        trial, load = "", LOAD * any(".py:" in words[0] for words in audit.provenance.arguments[:1])
+        trial = None
         if loss is not None and not skips:
-            trial = TRIAL.replace("batches)", "batches, loss=loss)")
+            trial = TRIAL_WITH_LOSS
         elif not skips:
             with suppress(InputError), probe_mode(model):  # without a loss there is no trial
-                loss_on_labels(model, [forward.to_device(batch, forward.device_of(model))])
+                fitting_loss(model, [forward.to_device(batch, forward.device_of(model))])
                 trial = TRIAL
-        for at, one in enumerate(found):
-            if one.remedy.startswith("{skip --init") and (trial or load):
-                found[at] = one.model_copy(update={"remedy": f"{trial}`{one.remedy}`{load}"})
+        of_factory = any(".py:" in words[0] for words in audit.provenance.arguments[:1])
+        for index, finding in enumerate(found):
+            remedy = finding.remedy
+            if finding.code == "COLLAPSE" and remedy is not None and remedy.verb == "skip":
+                before = [] if trial is None else [trial]
+                if before:
+                    remedy = remedy.model_copy(update={"words": f"or {remedy.words}"})
+                steps = in_steps([*before, remedy, *([LOAD] if of_factory else [])])
+                found[index] = finding.model_copy(update={"remedy": steps})
         notes += [TRAINS] * any("lambda_tried" in one.evidence for one in found)
     about = audit.provenance.model_copy(update={"skips_examined": True, "notes": notes})
-    found = [one.model_copy(update={"remedy": runnable(one.remedy, about)}) for one in found]
     ordered = sorted(found, key=lambda finding: SEVERITY_ORDER[finding.severity])
     return audit.model_copy(update={"findings": ordered, "provenance": about})
 
@@ -289,12 +294,12 @@ def spread_by_layer(model: nn.Module, batches: Iterable[Batch]) -> dict[str, lis
         3
     """
     check_module(model)
-    ordered = sorted(_layers(model, batches), key=lambda state: (state.stack, state.blocks))
+    ordered = sorted(_states(model, batches), key=lambda state: (state.stack, state.blocks))
     stacks = grouped(ordered, lambda state: state.stack)
     return {stack: [state.spread for state in states] for stack, states in stacks.items()}
 
 
-def _layers(model: nn.Module, batches: Iterable[Batch]) -> list[StateRecord]:
+def _states(model: nn.Module, batches: Iterable[Batch]) -> list[StateRecord]:
     """Return the records of token states that an audit would have for these batches, without ranks."""
     statistics = ModelStatistics()
 
@@ -308,13 +313,13 @@ def _layers(model: nn.Module, batches: Iterable[Batch]) -> list[StateRecord]:
     return [states.to_record() for states in statistics.states.values()]
 
 
-def advise_lambda(finding: Finding, model: nn.Module, batch: Batch, sites: Sequence[SkipSite]) -> Finding:
+def advise_lambda(finding: Finding, model: nn.Module, batch: Batch, sites: Sequence[SkipPlace]) -> Finding:
     """Return a COLLAPSE finding with the chosen λ in its evidence, meaning and remedy."""
     stack = finding.where.stack
-    sites, inside = _sites_of(model, batch, stack, sites)
+    sites, inside = _places_of(model, batch, stack, sites)
     choice = _choose(model, batch, stack, sites, inside)
     if not inside:
-        return finding.model_copy(update={"remedy": choice.instead})
+        return finding.model_copy(update={"remedy": Remedy(words=choice.advice)})
     numbers = {
         "mixing_share": choice.mixing_share,
         "spread_lowest_tried": max(lowest for _, lowest in choice.tried),
@@ -322,29 +327,32 @@ def advise_lambda(finding: Finding, model: nn.Module, batch: Batch, sites: Seque
         "lambda_proved": choice.proved,
     }
     evidence = {name: value for name, value in numbers.items() if value is not None}
-    meaning = f"{finding.meaning.partition(TOLD)[0]} {choice.statement}"
+    meaning = f"{collapse_words(finding.evidence)} {choice.summary}"
     remedy = _remedy(model, batch, choice, sites)
     update = {"evidence": finding.evidence | evidence, "meaning": meaning, "remedy": remedy}
     return finding.model_copy(update=update)
 
 
-def _remedy(model: nn.Module, batch: Batch, choice: LambdaChoice, sites: Sequence[SkipSite]) -> str:
-    """Return a command or Python code that raises the λ below the chosen λ, or what to do without λ."""
+def _remedy(model: nn.Module, batch: Batch, choice: LambdaChoice, sites: Sequence[SkipPlace]) -> Remedy:
+    """Return the remedy that raises the λ below the chosen λ, or the advice if no λ is named."""
     if choice.value is None:
-        return choice.instead
+        return Remedy(words=choice.advice)
     current = lambdas_of(model, sites)
     below = {name: current[name] for name in choice.sites if bool((current[name].abs() < choice.value).any())}
     if not below:
-        return f"pass a batch that collapses to `rw.skips.choose_lambda(model, batch, {choice.stack!r})`"
+        code = f"rw.skips.choose_lambda(model, batch, {choice.stack!r})"
+        return Remedy(words="pass a batch that collapses", code=code)
     value, modules = choice.value, own_skips(model)
     if own := [(name, modules[name]) for name in below if name in modules]:
         if learned := [f"{name}.weight" for name, skip in own if skip.weight is not None]:
             more = f" and {len(learned) - 1} more" if len(learned) > 1 else ""
-            return f"raise |λ| below {value:g} to {value:g} in the learned `{learned[0]}`{more}"
+            where = f"in the learned `{learned[0]}`{more}"
+            return Remedy(words=f"raise |λ| below {value:g} to {value:g} {where}")
         first = own[0][1]
         fixed = '"skip": "fixed", ' if first.kind == "none" else ""
         sign = -1 if first.kind == "fixed" and first.init < 0 else 1
-        return f'put `{fixed}"skip_init": {sign * value:g}` into the config.json of the model'
+        entry = f'{fixed}"skip_init": {sign * value:g}'
+        return Remedy(words=f"put `{entry}` into the config.json of the model")
     skips = skips_of(model)
     carries = next(iter(below)) in skips
     now = torch.cat([one.flatten().cpu() for one in below.values()])
@@ -352,29 +360,31 @@ def _remedy(model: nn.Module, batch: Batch, choice: LambdaChoice, sites: Sequenc
     if carries and (len(signs) > 1 or bool((now.abs() > value).any())):
         more = f" and at {len(below) - 1} more sites" if len(below) > 1 else ""
         where = f"`rw.skips.skips_of(model)[{next(iter(below))!r}].data`{more}"
-        return f"raise |λ| below {value:g} to {value:g}, with its sign, in {where}"
+        return Remedy(words=f"raise |λ| below {value:g} to {value:g}, with its sign, in {where}")
     init = -value if carries and signs == {True} else value
     # Without names of sites, the remedy would reset every fitted λ, and add λ to other stacks.
     in_stack = not carries and all(name.startswith(f"{choice.stack}.") for name in below)
     named = [] if len(below) == len(sites) else [choice.stack] if in_stack else list(below)
-    options = "".join(f" --sites {shlex.quote(name)}" for name in named)
     code = f"[rw.skips.skips_of(model)[name].data.fill_({init:g}) for name in {list(below)}]"
     if not carries:
         only = f"sites={named}, " if named else ""
         only += 'per="channel", ' * any(value.numel() > 1 for value in skips.values())
         code = f"rw.add_lambda_skip(model, init={init:g}, {only}example=batch)"
-    return f"{{skip --init {init:g}{options} --out NAME-skips | {code}}}"
+    least = "raise λ to the smallest value" if carries else "add the smallest λ"
+    options = [["--lambda", f"{init:g}"], *(["--sites", name] for name in named)]
+    words = f"{least} that keeps tokens apart"
+    return Remedy(words=words, verb="skip", options=options, out="skips", code=code)
 
 
 def mixing_shares(
-    model: nn.Module, batch: Batch, sites: Sequence[SkipSite], lambdas: Lambdas | None = None
+    model: nn.Module, batch: Batch, places: Sequence[SkipPlace], lambdas: Lambdas | None = None
 ) -> dict[str, float]:
     """Return the mean of ‖f(x)‖/‖λx + f(x)‖ for each site; the largest mean if it is called repeatedly."""
     shares: dict[str, float] = {}
-    for added in observe(model, batch, sites, lambdas or {}):
-        part, whole = (torch.linalg.vector_norm(x.double(), dim=-1) for x in (added.branch, added.total))
-        share = float((part / whole)[added.mask].mean())
-        shares[added.site.name] = max(share, shares.get(added.site.name, 0.0))
+    for skip in observe(model, batch, places, lambdas or {}):
+        size, whole = (torch.linalg.vector_norm(x.double(), dim=-1) for x in (skip.branch, skip.total))
+        share = float((size / whole)[skip.mask].mean())
+        shares[skip.place.name] = max(share, shares.get(skip.place.name, 0.0))
     return shares
 
 

@@ -1,6 +1,7 @@
 """Verify added λ-skips: raise if the model with hooks differs from the model with scaled sums."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -10,42 +11,39 @@ from torch import Tensor, nn
 from rankwise._internals.forward import AddedHook, Batch, Change
 from rankwise._internals.linalg import as_float64
 from rankwise.errors import SkipError
-from rankwise.skips.find import SumName, run_with
+from rankwise.skips.hook_places import SkipPlace
 from rankwise.skips.hooks import picked, with_value
-from rankwise.skips.locate import SkipSite
 from rankwise.skips.observe import scaled_sum, without_skips
+from rankwise.skips.residual_sums import SumName, run_with
 from rankwise.tracing.module_calls import holds
 
 
-def verify(model: nn.Module, example: Batch, sites: Sequence[SkipSite], found: Sequence[SkipSite]) -> None:
-    """Raise if a model with λ-skips does not compute λ·x + f(x) on an example.
+def verify(model: nn.Module, example: Batch, places: Sequence[SkipPlace], every: Sequence[SkipPlace]) -> None:
+    """Raise if a model with λ-skips at some of its places does not compute λ·x + f(x) on an example.
 
     At λ = 1, outputs must be bit-identical to the original model. At λ from 0.6 to 0.9, different per site,
     every sum must equal the scaled sum (`SumCheck`), and outputs must agree up to a relative error of √ε
     (ε of the dtype). Each compared sum is then replaced by the scaled sum, so that rounding does not add up.
     """
+    scales = {place.name: 0.9 - 0.3 * i / len(places) for i, place in enumerate(places)}
     with without_skips(model):
         plain = run_with(model, example, {})
     try:
-        changed = run_with(model, example, {})
+        with _filled(model, places, dict.fromkeys(scales, 1.0)):
+            changed = run_with(model, example, {})
     except RuntimeError as error:
         raise _failure(model, "a forward pass at λ = 1", f"{type(error).__name__}: {error}") from error
     if len(plain) != len(changed) or not all(map(torch.equal, plain, changed)):
         raise _failure(model, "outputs that λ = 1 does not change", "others")
-    scales = {site.name: 0.9 - 0.3 * at / len(sites) for at, site in enumerate(sites)}
-    checks = [SumCheck(site, scales.get(site.name, 1.0)) for site in found]
+    checks = [SumCheck(place, scales.get(place.name, 1.0)) for place in every]
     with without_skips(model):
-        exact = {name: partial(check.keep, name) for check in checks for name in check.site.sums}
+        exact = {name: partial(check.keep, name) for check in checks for name in check.place.sums}
         wanted = run_with(model, example, exact)
-    try:
-        _fill(model, sites, scales)
-        hooks = [AddedHook(check.site.write.module, "after", check.at_return) for check in checks]
-        with Change(model, hooks=hooks):
-            taken = {name: partial(check.at_sum, name) for check in checks for name in check.site.sums}
-            got = run_with(model, example, taken)
-    finally:
-        _fill(model, sites, dict.fromkeys(scales, 1.0))
-    wrong = [check.site.name for check in checks if not check.right]
+    hooks = [AddedHook(check.place.write.module, "after", check.at_return) for check in checks]
+    with _filled(model, places, scales), Change(model, hooks=hooks):
+        taken = {name: partial(check.at_sum, name) for check in checks for name in check.place.sums}
+        got = run_with(model, example, taken)
+    wrong = [check.place.name for check in checks if not check.right]
     if wrong or len(wanted) != len(got) or not all(map(_close, wanted, got)):
         where = f" at {', '.join(wrong[:3])}" if wrong else ""
         raise _failure(model, "the scaled residual sums at λ ≠ 1", f"something else{where}")
@@ -64,14 +62,14 @@ class SumCheck:
     of the coarser dtype. An effect of λ below rounding passes.
     """
 
-    def __init__(self, site: SkipSite, scale: float) -> None:
-        self.site, self._scale = site, scale
-        self._scaled = partial(scaled_sum, site.which, scale, None)
+    def __init__(self, place: SkipPlace, scale: float) -> None:
+        self.place, self._scale = place, scale
+        self._scaled = partial(scaled_sum, place.which, scale, None)
         self._operands: dict[SumName, tuple[Tensor, Tensor]] = {}
         self._agreed: set[SumName] = set()
         self._due: SumName | None = None
         # a hook corrects the output of a module around the sum, after the sum
-        self._corrected_later = site.write.argument is None and holds(site.write.module, site.block)
+        self._corrected_later = place.write.argument is None and holds(place.write.module, place.block)
 
     @property
     def right(self) -> bool:
@@ -92,11 +90,11 @@ class SumCheck:
 
     def at_return(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Compare a sum in the output of a module, after the λ hook has corrected the output."""
-        name, self._due, key = self._due, None, self.site.write.key
+        name, self._due, key = self._due, None, self.place.write.key
         return None if name is None else with_value(output, key, self._compared(name, picked(output, key)))
 
     def _compared(self, name: SumName, got: Tensor) -> Tensor:
-        if name not in self._operands:  # the pass has other sums: only outputs are compared
+        if name not in self._operands:  # the pass without hooks had no such sum: compare outputs only
             return got
         operands = self._operands[name]
         wanted = self._scaled(*operands)
@@ -104,15 +102,26 @@ class SumCheck:
             sizes = [as_float64(value).abs() for value in operands]
             eps = max(torch.finfo(value.dtype).eps for value in operands)
             rounding = 2.5 * eps * (sizes[0] + sizes[1]).norm(dim=-1)
-            allowed = 0.0025 * self._scale * sizes[self.site.which].norm(dim=-1) + rounding
+            allowed = 0.0025 * self._scale * sizes[self.place.which].norm(dim=-1) + rounding
             if bool((_difference(wanted, got.detach()).norm(dim=-1) <= allowed).all()):
                 self._agreed.add(name)
         return wanted
 
 
-def _fill(model: nn.Module, sites: Sequence[SkipSite], scales: dict[str, float]) -> None:
-    for site in sites:
-        model.get_submodule(site.write.module).get_parameter(site.parameter).data.fill_(scales[site.name])
+@contextmanager
+def _filled(model: nn.Module, places: Sequence[SkipPlace], scales: dict[str, float]) -> Iterator[None]:
+    """Context manager in which λ of each place has a given value."""
+    modules = [model.get_submodule(place.write.module) for place in places]
+    pairs = zip(modules, places, strict=True)
+    parameters = [module.get_parameter(place.parameter) for module, place in pairs]
+    before = [parameter.detach().clone() for parameter in parameters]
+    try:
+        for parameter, place in zip(parameters, places, strict=True):
+            parameter.data.fill_(scales[place.name])
+        yield
+    finally:
+        for parameter, values in zip(parameters, before, strict=True):
+            parameter.data.copy_(values)
 
 
 def _close(wanted: Tensor, got: Tensor) -> bool:

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from rankwise._internals.linalg import as_float64, mean_distance
 from rankwise._internals.linalg import norm as vector_norm
-from rankwise.errors import InputError, ShapeError, one_of
-from rankwise.theory.paper_bound import check_share
+from rankwise.errors import InputError, ShapeError, in_range, one_of
 
 Rows = Float[Tensor, "*batch T D"]
 """Token states or outputs of a mixer, one row per token."""
@@ -74,26 +73,27 @@ def skip_bound(
     """
     scale = torch.as_tensor(lam, dtype=torch.float64)
     if one_of("`norm`", norm, ("none", "layer", "rms")) == "none":
-        kept, lost = (mean_distance(*_real_rows(rows, mask)) for rows in (x, branch))
-        return (scale.abs() * kept - lost).clamp(min=0)
+        carried, lost = (mean_distance(*_real_rows(rows, mask)) for rows in (x, branch))
+        return (scale.abs() * carried - lost).clamp(min=0)
     return bound_at(_directions(x, branch, mask, norm), scale, eps)
 
 
-def min_lambda(
+def min_lambda_for_spread(
     x: Rows,
     branch: Rows,
-    a: float,
+    keep_spread: float,
     mask: Bool[Tensor, "*batch T"] | None = None,
     norm: Norm = "none",
     eps: float = 0.0,
     relative: bool = False,
 ) -> Float64[Tensor, "*batch"]:
-    r"""Return the smallest |λ| for which `skip_bound` is at least √a·μ(x), also for every larger |λ|.
+    r"""Return the smallest |λ| from which on `skip_bound` is at least a share of μ(x).
 
-    Formula: √a + μ(f(x))/μ(x) without a norm. ``relative`` replaces μ by μ/‖·‖_F, which does not grow with
-    the length of the states: (μ(f(x))/μ(x) + √a·‖f(x)‖_F/‖x‖_F)/(1 − √a). With a norm, |λ| is found by
-    bisection, and √D·μ(U) replaces μ(x) (equal if rows have norm √D; directions U as in `skip_bound`).
-    Range: [√a, ∞] without a norm: infinite if μ(x) = 0 < μ(f(x)), and √a if both are 0. [0, ∞] with
+    Formula: r + μ(f(x))/μ(x) without a norm, with the share r = ``keep_spread``. ``relative`` replaces μ by
+    μ/‖·‖_F, which does not grow with the length of the states: (μ(f(x))/μ(x) + r·‖f(x)‖_F/‖x‖_F)/(1 − r).
+    With a norm, |λ| is found by bisection, and √D·μ(U) replaces μ(x) (equal if rows have norm √D; directions
+    U as in `skip_bound`).
+    Range: [r, ∞] without a norm: infinite if μ(x) = 0 < μ(f(x)), and r if both are 0. [0, ∞] with
     ``relative``. (0, ∞] with a norm: infinite if all rows of x have the same direction, or if f(x) moves rows
     of zeros too far.
     Cost: O(T D) time; with a norm, the search adds about 70 evaluations of the bound in O(T) time each.
@@ -102,7 +102,7 @@ def min_lambda(
     Args:
         x: states x that the skip connection carries.
         branch: f(x), output of the mixer including its output projection.
-        a: fraction of μ² that the layer must keep, in (0, 1).
+        keep_spread: share of μ that the layer must keep, in (0, 1).
         mask: True for real tokens, False for padding; by default all tokens are real.
         norm: norm applied to the sum.
         eps: ε of the norm.
@@ -110,32 +110,33 @@ def min_lambda(
 
     Raises:
         ShapeError: if the rows are not floating-point (…, T, D), or the mask is not Bool (…, T).
-        InputError: if a is not in (0, 1), the norm is unknown, or ``relative`` is combined with a norm.
+        InputError: if ``keep_spread`` is not in (0, 1), the norm is unknown, or ``relative`` is combined with
+            a norm.
 
     Examples:
         >>> import torch
         >>> x = torch.tensor([[1.0, 0.0], [-1.0, 0.0]])
-        >>> round(min_lambda(x, 0.5 * x, a=0.25).item(), 9)
+        >>> round(min_lambda_for_spread(x, 0.5 * x, keep_spread=0.5).item(), 9)
         1.0
-        >>> least = min_lambda(x, 0.5 * x, a=0.25, norm="rms")
+        >>> least = min_lambda_for_spread(x, 0.5 * x, keep_spread=0.5, norm="rms")
         >>> after, before = (skip_bound(x, b, least, norm="rms") for b in (0.5 * x, 0 * x))
         >>> (after / before).item() >= 0.5
         True
     """
-    check_share(a)
+    check_keep_spread(keep_spread)
     if one_of("`norm`", norm, ("none", "layer", "rms")) == "none":
         y, b = (_real_rows(rows, mask) for rows in (x, branch))
         ratio = safe_divide(mean_distance(*b), mean_distance(*y))
         if not relative:
-            return math.sqrt(a) + ratio
+            return keep_spread + ratio
         sizes = safe_divide(*(torch.linalg.vector_norm(rows, dim=(-2, -1)) for rows, _ in (b, y)))
-        return (ratio + math.sqrt(a) * sizes) / (1 - math.sqrt(a))
+        return (ratio + keep_spread * sizes) / (1 - keep_spread)
     if relative:
         raise InputError(
             "`relative`", expected="no norm after the sum", got=repr(norm), fix="A norm fixes the lengths."
         )
     directions = _directions(x, branch, mask, norm)
-    wanted = math.sqrt(a) * directions.radius * directions.spread
+    wanted = keep_spread * directions.radius * directions.spread
     low = torch.zeros_like(wanted)
     high = 1 + safe_divide(directions.moves, directions.lengths, 0.0).amax(-1)
     for _ in range(DOUBLINGS):
@@ -145,6 +146,11 @@ def min_lambda(
         good = bound_at(directions, middle, eps) >= wanted
         low, high = torch.where(good, low, middle), torch.where(good, middle, high)
     return torch.where((bound_at(directions, high, eps) >= wanted) & (wanted > 0), high, math.inf)
+
+
+def check_keep_spread(keep_spread: float) -> float:
+    """Return the share of μ that a layer must keep; raise if it is not in (0, 1)."""
+    return in_range("`keep_spread`", keep_spread, "(0, 1)", fix="0.5 keeps half of μ in each layer.")
 
 
 class Directions(NamedTuple):
@@ -233,7 +239,7 @@ def direction_unknown(rows: Tensor) -> Tensor:
     return (largest <= rounding * rows.abs().amax(-1)) & ~_constant(rows)
 
 
-def safe_divide(part: Tensor, whole: Tensor, of_zero: float = math.inf) -> Tensor:
-    """Return part/whole, where 0/0 = 0, and a positive part divided by 0 is ``of_zero``."""
-    filled = torch.where(part > 0, of_zero, 0.0).to(part)
-    return torch.where(whole > 0, part / torch.where(whole > 0, whole, 1.0), filled)
+def safe_divide(dividend: Tensor, divisor: Tensor, of_zero: float = math.inf) -> Tensor:
+    """Return dividend/divisor, where 0/0 = 0, and a positive dividend divided by 0 is ``of_zero``."""
+    filled = torch.where(dividend > 0, of_zero, 0.0).to(dividend)
+    return torch.where(divisor > 0, dividend / torch.where(divisor > 0, divisor, 1.0), filled)

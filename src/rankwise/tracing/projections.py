@@ -248,7 +248,7 @@ class MixerProjections:
 
     def sources(self, heads: Float[Tensor, "B H T K"]) -> list[tuple[float, Projection]]:
         """Return the linear layers that heads come from, directly or through a norm, with their errors."""
-        found = [] if (direct := _fit(heads, self.linear)) is None else [direct]
+        sources = [] if (direct := _fit(heads, self.linear)) is None else [direct]
         batch, count, tokens, width = heads.shape
         shapes: dict[Literal["flat", "tokens", "heads"], tuple[int, ...]] = {
             "flat": (batch, tokens, count * width),
@@ -270,8 +270,8 @@ class MixerProjections:
                 continue
             source = _fit(before.reshape(shapes["tokens"]).transpose(1, 2), self.linear)
             if source is not None and source[1].factor == 1:
-                found.append((output[0], replace(source[1], norm=norm, norm_axes=axes)))
-        return found
+                sources.append((output[0], replace(source[1], norm=norm, norm_axes=axes)))
+        return sources
 
     def reason(self, what: str, heads: Float[Tensor, "B H T K"]) -> str:
         """Return why queries, keys or values are the output of no linear layer."""
@@ -401,15 +401,15 @@ def equal_norms(heads: Float[Tensor, "B H T K"], outputs: Mapping[str, Tensor]) 
     batch, count, tokens, width = heads.shape
     wanted = as_float64(heads.transpose(1, 2)).norm(dim=-1)
     bound = FIT * torch.finfo(heads.dtype).eps * float(wanted.norm())
-    found = []
+    layers = []
     for name, output in outputs.items():
         if output.shape[:-1] != (batch, tokens) or output.shape[-1] < count * width:
             continue
         for channels in head_layouts(count, width, output.shape[-1]):
             norms = as_float64(output[..., channels.to(output.device)]).norm(dim=-1)
             if float((norms - wanted).norm()) <= bound:
-                found.append(Projection(name, channels))
-    return found
+                layers.append(Projection(name, channels))
+    return layers
 
 
 def side_of(output: Float[Tensor, "B T O"], side: Projection) -> Float[Tensor, "B H T K"]:
@@ -422,7 +422,7 @@ def head_layouts(heads: int, width: int, outputs: int) -> list[Int[Tensor, "H K"
     head, dim = torch.arange(heads)[:, None], torch.arange(width)
     blocks = [start + head * width + dim for start in range(0, outputs - heads * width + 1, width)]
     group = outputs // (heads * width)
-    interleaved = [head * group * width + part * width + dim for part in range(group)] if group > 1 else []
+    interleaved = [(head * group + offset) * width + dim for offset in range(group)] if group > 1 else []
     return blocks + interleaved
 
 

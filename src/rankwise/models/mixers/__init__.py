@@ -30,12 +30,12 @@ MIXERS: dict[str, type[Mixer]] = {
 def build_mixer(config: "ToSTConfig", layer: int) -> Mixer:
     """Return the mixer of a layer, with arguments from the configuration's fields and ``mixer_options``."""
     name = one_of(f"ToSTConfig `layer_types[{layer}]`", config.layer_types[layer], MIXERS)
-    known = inspect.signature(MIXERS[name]).parameters
+    parameters = inspect.signature(MIXERS[name]).parameters
     options = config.mixer_options.get(name, {})
     for option, value in options.items():
-        one_of(f"ToSTConfig `mixer_options[{name!r}]`", option, list(known)[1:])
-        if known[option].annotation in (int, int | None) and value is not None:
-            least = 0 if known[option].default == 0 else 1
+        one_of(f"ToSTConfig `mixer_options[{name!r}]`", option, list(parameters)[1:])
+        if parameters[option].annotation in (int, int | None) and value is not None:
+            least = 0 if parameters[option].default == 0 else 1
             whole_number(f"ToSTConfig `mixer_options[{name!r}][{option!r}]`", value, least)
     fields = {
         "hidden_size": config.hidden_size,
@@ -47,7 +47,7 @@ def build_mixer(config: "ToSTConfig", layer: int) -> Mixer:
         "half_life": config.half_life,
         "max_positions": config.max_position_embeddings if config.position_bias else 0,
     }
-    return MIXERS[name](**{key: value for key, value in fields.items() if key in known} | options)
+    return MIXERS[name](**{key: value for key, value in fields.items() if key in parameters} | options)
 
 
 __all__ = [

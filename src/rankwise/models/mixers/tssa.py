@@ -286,8 +286,8 @@ def check_half_life(owner: str, half_life: HalfLife, heads: int, causal: bool) -
     listed = isinstance(half_life, Sequence) and not isinstance(half_life, str)
     lives: Any = half_life if listed else [half_life] * heads
     numbers = [math.inf if life is None else life for life in lives]
-    known = all(isinstance(life, int | float) and life > 0 for life in numbers)
-    if not causal or not known or len(numbers) != heads:
+    positive = all(isinstance(life, int | float) and life > 0 for life in numbers)
+    if not causal or not positive or len(numbers) != heads:
         raise InputError(
             f"{owner} `half_life`",
             expected=f"causal=True and numbers of tokens above 0, one for each of {heads} heads",

@@ -1,7 +1,6 @@
 """Save the λ-skips of a model into a folder, and load them: λ in safetensors, a description in JSON."""
 
 import hashlib
-import warnings
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -10,14 +9,14 @@ import torch
 from pydantic import BaseModel
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
-from torch import nn
+from torch import Tensor, nn
 
 from rankwise._internals.files import parse_json, write_file
 from rankwise._internals.forward import Batch
 from rankwise._internals.torch_private import original_name
 from rankwise.errors import SkipError, first_line, instance_of
 from rankwise.skips.add import Skips, add_lambda_skip, check_skips, check_values, remove_lambda_skip, skips_of
-from rankwise.skips.locate import PARAMETER, skip_sites
+from rankwise.skips.hook_places import PARAMETER, skip_places
 from rankwise.tracing.model_checks import is_distributed, is_of
 
 NUMBERS, FACTS = "skips.safetensors", "skips.json"
@@ -28,14 +27,14 @@ OWN_MODEL = "Load them into the model they were saved from, or one of its config
 class SkipFacts(BaseModel, extra="forbid"):
     """Description of the model to which saved λ-skips belong."""
 
-    format: Literal[1] = 1
+    format: Literal[2] = 2
     model_class: str
     per: Literal["layer", "channel"]
     learnable: bool
     sites: dict[str, int]
     """Width of the token states at each site."""
-    parameters: str = ""
-    """Digest of the names and shapes of all parameters except λ; empty in files of older versions."""
+    parameters: str
+    """Digest of the names and shapes of all parameters except λ."""
     frozen: list[str] = []
     """Sites whose λ receives no gradients."""
     fitted: dict[str, Any] = {}
@@ -73,65 +72,72 @@ def save_skips(
     check_skips(model)
     model = _unwrapped(model)
     skips = skips_of(model)
-    named = dict(zip(_names(model), skips, strict=True))
-    split: dict[str, Any] = {name: skips[own].detach() for name, own in named.items()}
-    # FSDP2 splits λ over processes
-    whole = {name: one.full_tensor() if is_distributed(one) else one for name, one in split.items()}
-    numbers = {name: one.cpu().clone().contiguous() for name, one in whole.items()}
+    sites = dict(zip(_names(model), skips, strict=True))  # names in the file, and in the model
+    numbers: dict[str, Tensor] = {}
+    for name, site in sites.items():
+        scale: Any = skips[site].detach()
+        whole = scale.full_tensor() if is_distributed(scale) else scale  # FSDP2 splits λ over processes
+        numbers[name] = whole.cpu().clone().contiguous()
     check_values(numbers, f" in {type(model).__name__}", LOWER)
-    learns = [name for name, own in named.items() if any(one.requires_grad for one in skips.parameters(own))]
+    learns = [
+        name
+        for name, site in sites.items()
+        if any(parameter.requires_grad for parameter in skips.parameters(site))
+    ]
     facts = SkipFacts(
         model_class=_class(model), parameters=_digest(model), fitted=fitted or {}, learnable=bool(learns),
         per="channel" if any(value.numel() > 1 for value in numbers.values()) else "layer",
-        sites={name: skips.sites[own].width for name, own in named.items()},
-        frozen=[name for name in named if name not in learns],
+        sites={name: skips.places[site].width for name, site in sites.items()},
+        frozen=[name for name in sites if name not in learns],
     )  # fmt: skip
     described = write_file(folder / FACTS, facts.model_dump_json(indent=1), "skips")
     return write_file(folder / NUMBERS, lambda path: path.write_bytes(save(numbers)), "skips"), described
 
 
-def load_skips(model: nn.Module, folder: str | Path, example: Batch | None = None) -> Skips:
+def load_skips(
+    model: nn.Module, folder: str | Path, example: Batch | None = None, missing_ok: bool = False
+) -> Skips:
     """Add saved λ-skips to a model of the same class, with the same parameters (example: `save_skips`).
 
     Args:
-        folder: folder that `save_skips` wrote; a warning says if old files do not describe the parameters.
+        folder: folder that `save_skips` wrote.
         example: batch to run, as in `add_lambda_skip`.
+        missing_ok: True to return no λ-skips if the folder has none, or is a name on the Hub.
 
     Raises:
         SkipError: if the files are missing or broken, or belong to another model.
     """
+    folder = Path(instance_of("`folder`", folder, (str, Path), "a path", fix="Name a folder."))
+    if missing_ok and not any((folder / name).is_file() for name in (FACTS, NUMBERS)):
+        return Skips(model, [])
     if skips := skips_of(model):
         got, fix = f"one with {len(skips)}", "Call `rw.remove_lambda_skip(model)` first."
         raise SkipError(f"model {type(model).__name__}", expected="a model without λ-skips", got=got, fix=fix)
-    folder = Path(instance_of("`folder`", folder, (str, Path), "a path", fix="Name a folder."))
     path = folder / FACTS
     try:
         facts = SkipFacts.model_validate(parse_json(path.read_text("utf-8")))
         path = folder / NUMBERS
         numbers = load_file(path)
     except (OSError, ValueError, SafetensorError) as error:  # pydantic raises a ValueError
-        gone = isinstance(error, FileNotFoundError)
-        got = "no such file" if gone else f"{type(error).__name__}: {first_line(error)}"
-        fix = "Check the folder." if gone else "Save the skips again."
+        missing = isinstance(error, FileNotFoundError)
+        got = "no such file" if missing else f"{type(error).__name__}: {first_line(error)}"
+        fix = (
+            "Check the folder." if missing else "Save the skips again: `rw.skips.save_skips(model, folder)`."
+        )
         expected = "a file that `save_skips` wrote"
         raise SkipError(f"skips {path}", expected=expected, got=got, fix=fix) from error
     if facts.model_class != _class(model):
         inner = [name for name, module in model.named_modules() if _class(module) == facts.model_class]
         fix = f"Pass the model inside, `model.{inner[0]}`, before it is wrapped." if inner else OWN_MODEL
         raise _another(model, folder, f"λ of a {facts.model_class}", fix)
-    if missing := set(facts.sites) ^ set(numbers):
-        expected, got = f"{FACTS} and {NUMBERS} that name the same sites", f"a difference in {min(missing)!r}"
+    if unequal := set(facts.sites) ^ set(numbers):
+        expected, got = f"{FACTS} and {NUMBERS} that name the same sites", f"a difference in {min(unequal)!r}"
         fix = "Copy both files from the same save."
         raise SkipError(f"skips in {folder}", expected=expected, got=got, fix=fix)
     for name, value in numbers.items():
         if not value.is_floating_point() or value.itemsize == 1:
             raise _another(model, folder, f"λ of {value.dtype} for {name!r}")
-    if not facts.parameters:
-        warnings.warn(
-            f"{folder / FACTS} does not say what parameters its model had: λ may belong to another model; "
-            "save them again", UserWarning, stacklevel=2,
-        )  # fmt: skip
-    elif facts.parameters != _digest(model):
+    if facts.parameters != _digest(model):
         raise _another(model, folder, "λ of one whose parameters have other names or shapes")
     skips = add_lambda_skip(model, 1.0, facts.learnable, facts.per, list(facts.sites), example)
     try:
@@ -148,18 +154,6 @@ def load_skips(model: nn.Module, folder: str | Path, example: Batch | None = Non
     return skips
 
 
-def apply_saved_skips(model: nn.Module, folder: str | Path, example: Batch | None = None) -> Skips | None:
-    """Load λ-skips by `load_skips`; return None if the folder has none, or is a name on the Hub.
-
-    Examples:
-        >>> apply_saved_skips(nn.Linear(2, 2), "gpt2") is None
-        True
-    """
-    folder = Path(instance_of("`folder`", folder, (str, Path), "a path", fix="Name a folder."))
-    saved = any((folder / name).is_file() for name in (FACTS, NUMBERS))
-    return load_skips(model, folder, example) if saved else None
-
-
 def fit_notes(folder: Path) -> dict[str, Any]:
     """Return the notes on how the λ in a folder was found; empty if the folder has no readable λ-skips."""
     with suppress(OSError, ValueError):
@@ -171,36 +165,40 @@ def _unwrapped(model: nn.Module) -> nn.Module:
     """Return the module that the λ-skips were added to, which may be inside wrappers; raise if it changed."""
     flat = any(is_of(module, "fsdp", "FullyShardedDataParallel") for module in model.modules())
     changed = flat or any(hasattr(module, "base_layer") for module in model.modules())
-    known = [site.name for site in skip_sites(model)]
-    roots = [] if changed else [root for root in model.modules() if _names(root) == known]
+    sites = [place.name for place in skip_places(model)]
+    roots = [] if changed else [root for root in model.modules() if _names(root) == sites]
     if roots:
         return roots[-1]  # inside wrappers whose names `_names` leaves out
     # λ that were added to a model around this one have longer names
-    if not changed and all(map(str.endswith, known, [f".{name}" for name in _names(model)])):
+    if not changed and all(map(str.endswith, sites, [f".{name}" for name in _names(model)])):
         return model
     subject, expected = f"model {type(model).__name__}", "the model that λ was added to, or a wrapper"
     got = "FSDP1" if flat else "one with an adapter" if changed else "one with other names of modules"
     fix = "Save it before it is wrapped; merge adapters (`model.merge_and_unload()`), or take FSDP2."
-    if len(set(known)) < len(known):
-        each = [name for name, inner in model.named_modules() if _names(inner) == list(dict.fromkeys(known))]
+    if len(set(sites)) < len(sites):
         got, fix = "several models with λ", "Pass one of them."
-        if each:
-            fix = f"Pass one of them, such as `model.get_submodule({each[-1]!r})`."
+        unique = list(dict.fromkeys(sites))
+        if inner := [name for name, module in model.named_modules() if _names(module) == unique]:
+            fix = f"Pass one of them, such as `model.get_submodule({inner[-1]!r})`."
     raise SkipError(subject, expected=expected, got=got, fix=fix)
 
 
 def _names(model: nn.Module) -> list[str]:
     """Return the names that the sites have by the current names of modules, without wrappers of parts."""
-    sites = skip_sites(model)
-    return [original_name(site.write.module) + site.parameter.removeprefix(PARAMETER) for site in sites]
+    return [
+        original_name(place.write.module) + place.parameter.removeprefix(PARAMETER)
+        for place in skip_places(model)
+    ]
 
 
 def _digest(model: nn.Module) -> str:
     """Return a digest of the names and shapes of all parameters except λ, including tied parameters."""
     scales = {id(parameter) for parameter in skips_of(model).parameters()}
-    named = model.named_parameters(remove_duplicate=False)
-    others = [(original_name(name), one) for name, one in named if id(one) not in scales]
-    shapes = sorted((name, *parameter.shape) for name, parameter in others)
+    shapes = sorted(
+        (original_name(name), *parameter.shape)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if id(parameter) not in scales
+    )
     return hashlib.sha256(repr(shapes).encode()).hexdigest()
 
 

@@ -13,8 +13,16 @@ from torch import Tensor, nn
 from rankwise._internals.forward import Batch, batch_errors
 from rankwise.auditing.error_hints import fix_hint
 from rankwise.errors import SkipError, instance_of
-from rankwise.skips.find import ForwardRecord, Passage, Residual, Sum, SumName, Version, find_residuals
 from rankwise.skips.hooks import Port, items
+from rankwise.skips.residual_sums import (
+    ForwardRecord,
+    Passage,
+    Residual,
+    Sum,
+    SumName,
+    Version,
+    find_residuals,
+)
 
 PARAMETER = "lambda_skip"
 """Name of the parameter λ in its module; a second λ in the same module gets a number."""
@@ -23,7 +31,7 @@ NOTES = "_rankwise_skips"
 
 
 @dataclass(frozen=True)
-class SkipSite:
+class SkipPlace:
     """Place of one λ-skip in a model: the modules, arguments and outputs at which λ is applied."""
 
     name: str = field(compare=False)
@@ -63,7 +71,7 @@ def check_module(model: object) -> None:
     instance_of("`model`", model, nn.Module, "a torch.nn.Module", fix=fix, error=SkipError)
 
 
-def skip_sites(model: nn.Module) -> list[SkipSite]:
+def skip_places(model: nn.Module) -> list[SkipPlace]:
     """Return the sites of the λ-skips in a model, in the order of the forward pass."""
     check_module(model)
     named = model.named_modules()
@@ -71,7 +79,7 @@ def skip_sites(model: nn.Module) -> list[SkipSite]:
     return sorted(sites, key=lambda site: site.time)
 
 
-def _rebased(site: SkipSite, module: str) -> SkipSite:
+def _rebased(site: SkipPlace, module: str) -> SkipPlace:
     """Return a site with the module names of the current model, which may be a part or a larger model."""
     old, new = _parts(site.write.module), _parts(module)
     while old and new and old[-1] == new[-1]:
@@ -94,7 +102,7 @@ def _parts(name: str) -> list[str]:
     return name.split(".") if name else []
 
 
-def find_sites(model: nn.Module, example: Batch) -> tuple[list[SkipSite], list[str]]:
+def find_places(model: nn.Module, example: Batch) -> tuple[list[SkipPlace], list[str]]:
     """Run a model once; return its sites, and the blocks with residual connections that no hook reaches.
 
     Several calls of a module in a forward pass belong to the same site. A norm outside of its block counts as
@@ -111,13 +119,13 @@ def find_sites(model: nn.Module, example: Batch) -> tuple[list[SkipSite], list[s
         if way is None:
             missed.append(sum_.name[0] or "the model itself")
             continue
-        site = SkipSite(
+        site = SkipPlace(
             "", "", *way, sums=(sum_.name,), block=sum_.name[0], time=sum_.time, which=residual.which,
             axis=residual.axis, width=sum_.like.shape[-1], dtype=sum_.like.dtype, drops=drops,
         )  # fmt: skip
         located.append((site, _reader(sum_, record)))
     every = all(reader is not None for _, reader in located)
-    calls: dict[SkipSite, list[SumName]] = {}
+    calls: dict[SkipPlace, list[SumName]] = {}
     for site, reader in located:
         if reader is not None and (every or reader[2]):
             site = replace(site, norm=reader[0], read_by=reader[1])

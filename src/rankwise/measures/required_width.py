@@ -8,6 +8,7 @@ directions; audits and plans report the width r that is required.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from jaxtyping import Bool, Float64
@@ -121,26 +122,24 @@ def logit_moments(
         (torch.Size([2, 4, 3, 3]), torch.Size([2, 4, 3, 3]))
     """
     op = op.to(float64_device(op.device))
-    query = op.scale**2 * sum(part.mT @ part for part in _parts(op.query, rows))
+    query = op.scale**2 * reduce(torch.add, (block.mT @ block for block in _blocks(op.query, rows)))
     counted = _counted(op.key, columns)
-    mean = sum(part.sum(-2, keepdim=True) for part in _parts(op.key, columns))
-    mean = mean / counted.clamp(min=1)[..., None, None]
-    key = sum(part.mT @ part for part in _parts(op.key, columns, mean))
-    assert isinstance(query, Tensor)
-    assert isinstance(key, Tensor)
+    total = reduce(torch.add, (block.sum(-2, keepdim=True) for block in _blocks(op.key, columns)))
+    mean = total / counted.clamp(min=1)[..., None, None]
+    key = reduce(torch.add, (block.mT @ block for block in _blocks(op.key, columns, mean)))
     if op.heads_per_group > 1:
         key = key.repeat_interleave(op.heads_per_group, -3)
         counted = counted.repeat_interleave(op.heads_per_group, -1)
     return LogitMoments(query, key, _counted(op.query, rows), counted)
 
 
-def _parts(vectors: Tensor, real: Tensor | None, mean: Tensor | float = 0.0) -> Iterator[Tensor]:
+def _blocks(vectors: Tensor, real: Tensor | None, mean: Tensor | float = 0.0) -> Iterator[Tensor]:
     """Yield blocks of `STEP` tokens in float64, minus ``mean``; padding is set to 0."""
     for start in range(0, vectors.shape[-2], STEP):
-        part = vectors[..., start : start + STEP, :].double() - mean
+        block = vectors[..., start : start + STEP, :].double() - mean
         if real is not None:
-            part = part.masked_fill(~real[:, None, start : start + STEP, None].to(part.device), 0.0)
-        yield part
+            block = block.masked_fill(~real[:, None, start : start + STEP, None].to(block.device), 0.0)
+        yield block
 
 
 def _counted(vectors: Tensor, real: Tensor | None) -> Tensor:
@@ -185,9 +184,9 @@ def required_head_dim(
     in_range("`tolerance`", tolerance, "(0, inf)", fix="It is in nats; 0.01 is usual.")
     seen = logit_moments(moments) if isinstance(moments, SoftmaxMixing) else moments
     pairs = seen.rows * seen.columns
-    known = all_finite(seen.query) & all_finite(seen.key) & (pairs > 0)
-    square, pairs = known[..., None, None], pairs.where(known, 1.0)[..., None]
+    valid = all_finite(seen.query) & all_finite(seen.key) & (pairs > 0)
+    square, pairs = valid[..., None, None], pairs.where(valid, 1.0)[..., None]
     energy = logit_energy(seen.query.where(square, 0.0), seen.key.where(square, 0.0)) / pairs
     missed = energy.flip(-1).cumsum(-1).flip(-1) / 2  # half of the variance missed at widths r = 0, 1, …
     width = (missed > tolerance).sum(-1).double()
-    return width.masked_fill(~known, float("nan"))
+    return width.masked_fill(~valid, float("nan"))

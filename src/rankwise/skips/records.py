@@ -1,0 +1,99 @@
+"""Records of λ-skip certificates and of choices of λ; this module does not import torch."""
+
+from typing import ClassVar, Literal
+
+from pydantic import ConfigDict, Field
+
+from rankwise._internals.records import Number, Record, SavedRecord
+
+MOST_LAMBDA = 1000
+"""Larger |λ| suppress all mixers: they are not told apart in words."""
+
+
+class _Numbers(Record):
+    model_config = ConfigDict(ser_json_inf_nan="strings")  # ∞ is a valid bound: no λ is large enough
+
+
+class LayerCertificate(_Numbers):
+    """Certificate of one λ-skip: the share of absolute token spread μ that it keeps, and the least |λ| proved.
+
+    μ(Y) = ‖Y − 1ȳᵀ‖_F is the distance of the token states Y from their mean ȳ. If a norm reads the sum, μ is
+    measured after the norm, before its gain and bias. Numbers are of the worst sequence unless stated otherwise.
+    A number is None if it is unknown or does not apply.
+    """
+
+    site: str
+    lambda_value: float
+    """λ; if each channel has its own λ, the λ with the least magnitude."""
+    norm: str
+    """Norm layer that reads the sum: "none", "LayerNorm", "RMSNorm", or "unknown" (nothing is proved)."""
+    absolute_spread_ratio: float | None = None
+    """Measured ratio of μ after the skip connection to μ before it, of the sequence with the least ratio."""
+    absolute_spread_ratio_bound: float | None = None
+    """Lower bound of the ratio at the current λ, proved for this batch."""
+    min_lambda_proved: float | None = None
+    """Least |λ| from which on the ratio is proved to be at least `keep_spread` on this batch. With one λ per channel,
+    each |λ| must reach it; None if a norm reads the sum and channels differ, because no such number exists."""
+    min_lambda_proved_relative: float | None = None
+    """Like ``min_lambda_proved``, but for the token spread μ/‖Y‖_F; None if a norm reads the sum."""
+    mixing_share: float
+    """Mean over sequences of ‖f(x)‖/‖λx + f(x)‖; near 0, the mixer no longer matters."""
+
+
+class StackCertificate(_Numbers):
+    """Certificate of a stack of layers, from the input of its first λ-skip to the sum of its last λ-skip."""
+
+    stack: str
+    layers: int
+    spread_ratio: float | None = None
+    """Ratio of μ/‖Y‖ at the end to μ/‖Y‖ at the start, mean over sequences; None if all are left out."""
+    absolute_spread_ratio: float | None = None
+    """Like ``spread_ratio``, but for μ; without a norm, a large λ increases it by making states longer."""
+    left_out: int
+    """Number of sequences left out because their tokens are equal at the start: no spread to keep."""
+    min_lambda_proved: float | None = None
+    """Largest ``min_lambda_proved`` of the layers; it holds for each single layer, not for the stack."""
+
+
+class SkipCertificate(SavedRecord, _Numbers):
+    """Absolute token spread μ that λ-skips keep on one batch, measured and proved, by layer and by stack."""
+
+    _report: ClassVar[str] = "skip_report"
+
+    format: Literal["rankwise-certificate"] = "rankwise-certificate"
+    schema_version: Literal[4] = 4
+    keep_spread: float
+    """Share of the absolute token spread μ that each layer should keep."""
+    sequences: int
+    layers: list[LayerCertificate]
+    stacks: list[StackCertificate]
+    notes: list[str] = Field(default_factory=list)
+
+
+def lambda_words(least: float) -> str:
+    """Return a least |λ| in words."""
+    return f"|λ| ≥ {least:.3g}" if least <= MOST_LAMBDA else f"none below {MOST_LAMBDA:,}"
+
+
+class LambdaChoice(Record):
+    """λ chosen for one stack of blocks, by trials and by a proof; neither shows if training works with λ."""
+
+    stack: str
+    sites: list[str]
+    """Names of the λ-skips or residual connections in the stack; empty if none was found."""
+    value: float | None
+    """Least |λ| tried with which tokens stay apart. None without such a |λ|, or if a mixer would be
+    reported as INACTIVE_BLOCK with it: then no λ is named."""
+    removes_collapse: bool
+    """True if the last |λ| of `tried` keeps tokens apart: a token spread of at least 0.1, above COLLAPSE."""
+    tried: list[tuple[float, Number]]
+    """Pairs (|λ|, lowest token spread after a block of the stack), in the order of the trials."""
+    proved: float | None
+    """|λ| from which on each layer is proved to keep √½ of the μ of its input on this batch (√½ of μ/‖Y‖
+    if no norm follows the sum). None if it is unknown or infinite."""
+    mixing_share: Number
+    """Mean of ‖f(x)‖/‖λx + f(x)‖ in the stack at the best |λ| tried; near 0, the mixers no longer matter."""
+    summary: str = ""
+    """What was tried, what is proved, and what is known about training, in words."""
+    advice: str = ""
+    """What to do if no λ is named: pre-norm, or nothing that was tried helps."""
