@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from experiments.figures import Panel, chart
 from experiments.render import markdown_table
 from experiments.study import Report, Study
-from rankwise.measures import spread, state_effective_rank
+from rankwise.measures import absolute_spread, spread, state_effective_rank
 from rankwise.models import ToSTConfig
 from rankwise.models.block import Block
 from rankwise.models.mixers.recurrent import ShortConvolution

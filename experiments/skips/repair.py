@@ -32,6 +32,7 @@ from experiments.real_models import demo, minilm
 from experiments.render import markdown_table
 from experiments.study import Study
 from rankwise.auditing import text_batches
+from rankwise.auditing.remedies import step_code
 from rankwise.cli.load_data import load_text
 from rankwise.cli.load_model import demo_model, demo_text
 from rankwise.importance.loss_choice import model_loss
@@ -73,10 +74,11 @@ def audit(model: Path, folder: Path, *, has_loss: bool) -> dict[str, Any]:
     rankwise("audit", str(model), "--text", TEXT, *sizes, "--out", str(folder))
     found = rw.Audit.load(folder)
     collapses = [finding for finding in found.findings if finding.code == "COLLAPSE"]
+    remedies = [step_code(finding.remedy, found.provenance) for finding in collapses if finding.remedy]
     stage: dict[str, Any] = {
         "states": [layer.spread for layer in found.states],
-        "collapses": [[one.severity, one.where.layer] for one in collapses],
-        "remedy": next((one.remedy for one in collapses), None),
+        "collapses": [[finding.severity, finding.evidence["blocks"]] for finding in collapses],
+        "remedy": next(iter(remedies), None),
         "loss": None,
     }
     if has_loss:
@@ -135,7 +137,7 @@ def section(model: dict[str, Any]) -> str:
             name,
             "–" if stage["loss"] is None else f"{stage['loss']:.3f}",
             " ".join(f"{value:.2f}" for value in stage["states"]),
-            ", ".join(f"{severity} from layer {layer} on" for severity, layer in stage["collapses"])
+            ", ".join(f"{severity} after {blocks:g} blocks" for severity, blocks in stage["collapses"])
             or "none",
         )
         for name, stage in zip(

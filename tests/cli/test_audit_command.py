@@ -16,7 +16,7 @@ from tests.support.nets import NETS
 from typer.testing import Result
 
 import rankwise as rw
-from rankwise.auditing import Audit, text_batches
+from rankwise.auditing import Audit, remedy_text, text_batches
 from rankwise.cli.audit import parse_importance
 from rankwise.errors import InputError, RankwiseError
 
@@ -358,7 +358,8 @@ def test_a_collapse_is_followed_by_a_recommended_lambda(run: Run, tmp_path: Path
     assert (audit.provenance.skips_examined, audit.provenance.batches) == (True, 2)
     (finding,) = [one for one in audit.findings if one.code == "COLLAPSE"]
     assert "lambda_tried" in finding.evidence
-    assert f"`rankwise skip {NETS}:collapsing --init " in finding.remedy
+    assert finding.remedy is not None
+    assert f"`rankwise skip {NETS}:collapsing --lambda " in remedy_text(finding.remedy, audit.provenance)
     said = "the model ran again on the first batch, 2 sequences, for λ against COLLAPSE"
     assert said in " ".join(result.output.split())
 

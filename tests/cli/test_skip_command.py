@@ -21,18 +21,19 @@ from rankwise.cli import app, load_data, load_model, skip
 from rankwise.cli.load_data import LoadedData
 from rankwise.cli.load_model import LoadedModel
 from rankwise.compression import save_compressed
-from rankwise.errors import InputError, RankwiseError
+from rankwise.errors import InputError
+from rankwise.importance.loss_choice import ModelLoss
 from rankwise.skips import (
     SkipError,
     add_lambda_skip,
-    apply_saved_skips,
+    load_skips,
     remove_lambda_skip,
     save_skips,
 )
 
 SMALL = ("--tokens", 16, "--sequences", 6, "--batch-size", 2)
 ON_TEXT = ("--text", "text.txt", *SMALL)
-FIT = ("--learn-on", "text.txt", "--steps", 2, "--lr", 0.1, *SMALL)
+FIT = ("--fit-on", "text.txt", "--steps", 2, "--lr", 0.1, *SMALL)
 Run = Callable[..., Result]
 
 
@@ -83,14 +84,14 @@ def called(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, then: Any = 
 
 def test_only_skips_are_fitted_and_held_out_sequences_measure_them(run, tiny, tmp_path, monkeypatch) -> None:
     fits = called(monkeypatch, skips, "fit_skips")
-    measured = [called(monkeypatch, skips, name) for name in ("mean_loss", "spread_by_layer")]
+    measured = called(monkeypatch, skips, "spread_by_layer")
     monkeypatch.setattr("sys.argv", ["/bin/rankwise", "skip", "a model"])
-    result = run(tiny, "--init", 0.5, *FIT, "--steps", 8, "--out", "new")
+    result = run(tiny, "--lambda", 0.5, *FIT, "--steps", 8, "--out", "new")
     assert result.exit_code == 0, result.output
     assert [(fit["steps"], fit["lr"], fit["mask_token"]) for fit in fits] == [(8, 0.1, None)]
     assert [len(batch["input_ids"]) for batch in fits[0]["batches"]] == [2, 2]
-    held = [rows(call["batches"]) for calls in measured for call in calls]
-    assert held == [held[0]] * 4
+    held = [rows(call["batches"]) for call in measured]
+    assert held == [held[0]] * 2
     assert len(held[0]) == 2
     facts = json.loads((tmp_path / "new" / "skips.json").read_text())
     assert facts["fitted"]["command"] == "rankwise skip 'a model'"
@@ -118,15 +119,14 @@ def test_only_skips_are_fitted_and_held_out_sequences_measure_them(run, tiny, tm
 def test_written_skips_can_be_loaded_and_changed_again(run: Run, tiny: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    assert run(tiny, "--init", 2, *ON_TEXT, "--out", "new").exit_code == 0
+    assert run(tiny, "--lambda", 2, *ON_TEXT, "--out", "new").exit_code == 0
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "new").eval()
-    loaded = apply_saved_skips(model, tmp_path / "new")
-    assert loaded is not None
+    loaded = load_skips(model, tmp_path / "new")
     assert [value.item() for value in loaded.values()] == [2.0, 2.0]
-    # again, without --init: those saved stay; with it and --sites: some change
+    # again, without --lambda: those saved stay; with it and --sites: some change
     assert run("new", *ON_TEXT, "--out", "same").exit_code == 0
     assert written("same") == {"0": [2], "1": [2]}
-    assert run("new", "--init", 1, "--sites", "model.layers.1", *ON_TEXT, "--out", "other").exit_code == 0
+    assert run("new", "--lambda", 1, "--sites", "model.layers.1", *ON_TEXT, "--out", "other").exit_code == 0
     assert written("other") == {"0": [2], "1": [1]}
 
 
@@ -135,11 +135,11 @@ def test_written_skips_can_be_loaded_and_changed_again(run: Run, tiny: Path, tmp
     [
         (None, (), {"0": [1], "1": [1]}),
         (None, ("--per", "channel"), {"0": [1] * 32, "1": [1] * 32}),
-        (None, ("--per", "layer", "--init", -2), {"0": [-2], "1": [-2]}),  # as remedies of COLLAPSE can be
-        (None, ("--init", 0), {"0": [0], "1": [0]}),
-        ("layer", ("--init", 0), {"0": [0]}),
+        (None, ("--per", "layer", "--lambda", -2), {"0": [-2], "1": [-2]}),  # as remedies of COLLAPSE can be
+        (None, ("--lambda", 0), {"0": [0], "1": [0]}),
+        ("layer", ("--lambda", 0), {"0": [0]}),
         ("layer", (), {"0": [0.75]}),
-        ("layer", ("--init", 2, "--sites", "model.layers.1"), {"0": [0.75], "1": [2]}),
+        ("layer", ("--lambda", 2, "--sites", "model.layers.1"), {"0": [0.75], "1": [2]}),
         ("channel", ("--sites", "model.layers.1"), {"0": [0.75] * 32, "1": [1] * 32}),
         ("channel", ("--per", "channel"), {"0": [0.75] * 32}),
     ],
@@ -159,7 +159,7 @@ def test_new_and_saved_skips(run, tiny, kind, options, values) -> None:
 
 @pytest.mark.parametrize("moment", ["a step", "the loss after the fit"])
 def test_ctrl_c_keeps_the_fitted_lambda(run, tiny, tmp_path, monkeypatch, moment: str) -> None:
-    kind, name = (torch.optim.Adam, "step") if moment == "a step" else (skips, "mean_loss")
+    kind, name = (torch.optim.Adam, "step") if moment == "a step" else (ModelLoss, "mean")
     whole, calls = getattr(kind, name), []
 
     def interrupted(*given: Any) -> Any:
@@ -178,9 +178,9 @@ def test_ctrl_c_keeps_the_fitted_lambda(run, tiny, tmp_path, monkeypatch, moment
 
 @pytest.mark.parametrize("start", ["saved", "new"])
 def test_sites_are_fitted_alone(run: Run, tiny: Path, start: str) -> None:
-    assert run(tiny, "--init", 0.5, *ON_TEXT, "--out", "saved").exit_code == 0
+    assert run(tiny, "--lambda", 0.5, *ON_TEXT, "--out", "saved").exit_code == 0
     where = tiny if start == "new" else "saved"
-    result = run(where, "--init", 0.5, "--sites", "model.layers.1", *FIT, "--out", "new")
+    result = run(where, "--lambda", 0.5, "--sites", "model.layers.1", *FIT, "--out", "new")
     assert result.exit_code == 0, result.output
     fitted = written("new")
     assert fitted.pop("1") != [0.5]
@@ -225,25 +225,25 @@ def test_it_certifies_the_first_batch_and_writes_nothing(run, tiny, tmp_path, mo
     certificates = called(monkeypatch, skips, "certify_skip")
     result = run(tiny, *ON_TEXT, "--certify")
     assert result.exit_code == 0, result.output
-    for words in ("What each layer does", "Least |λ|", "any mixing", "model.layers: keeps"):
+    for words in ("Layers", "least |λ|", "model.layers: keeps", "each layer keeps 0.71 of μ"):
         assert words in result.output
     assert sorted(path.name for path in tmp_path.iterdir()) == ["text.txt"]
     (certificate,), (first, *others) = certificates, measured[0]["batches"]
-    assert certificate["a"] == 0.5
+    assert certificate["keep_spread"] == 0.5**0.5
     assert torch.equal(certificate["batch"]["input_ids"], first["input_ids"])
     assert not any(torch.equal(first["input_ids"], other["input_ids"]) for other in others)
 
 
 def test_certificates_and_their_page_are_written_next_to_the_skips(run, tiny, tmp_path) -> None:
-    result = run(tiny, *ON_TEXT, "--init", 0.5, "--certify", "--a", 0.25, "--out", "new")
+    result = run(tiny, *ON_TEXT, "--lambda", 0.5, "--certify", "--keep-spread", 0.25, "--out", "new")
     assert result.exit_code == 0, result.output
     certificate = json.loads((tmp_path / "new" / "certificate.json").read_text())
-    assert certificate["a"] == 0.25
+    assert certificate["keep_spread"] == 0.25
     assert [layer["lambda_value"] for layer in certificate["layers"]] == [0.5, 0.5]
     named = [Path(line).name for line in result.output.splitlines()[-2:]]
     assert named == ["certificate.json", "certificate.html"]
     assert "Certificate of λ-skips" in (tmp_path / "new" / "certificate.html").read_text()
-    result = run(tiny, *ON_TEXT, "--init", 2, "--out", "new")
+    result = run(tiny, *ON_TEXT, "--lambda", 2, "--out", "new")
     assert result.exit_code == 0, result.output
     assert not list((tmp_path / "new").glob("certificate.*")), "certificates of another λ were kept"
 
@@ -268,11 +268,10 @@ def test_a_masked_language_model_learns_too(run, tmp_path, monkeypatch) -> None:
     tokenizer.add_special_tokens({"mask_token": "<mask>"})
     tokenizer.save_pretrained("bert")
     fits = called(monkeypatch, skips, "fit_skips")
-    losses = called(monkeypatch, skips, "mean_loss")
     result = run("bert", *FIT, "--out", "new")
     assert result.exit_code == 0, result.output
     assert (tmp_path / "new" / "skips.json").is_file()
-    assert {call["mask_token"] for call in (*fits, *losses)} == {tokenizer.mask_token_id}
+    assert {call["mask_token"] for call in fits} == {tokenizer.mask_token_id}
     result = run("bert", *ON_TEXT, "--try-steps", 1)
     assert result.exit_code == 0, result.output
     assert "λ = 16" in result.output
@@ -280,26 +279,36 @@ def test_a_masked_language_model_learns_too(run, tmp_path, monkeypatch) -> None:
 
 # --- refusals -----------------------------------------------------------------------------------------------
 
-LOST = ("--learn-on", "text.txt", "--steps", 1, "--lr", "1e30")
+LOST = ("--fit-on", "text.txt", "--steps", 1, "--lr", "1e30")
 
 
 @pytest.mark.parametrize(
     ("model", "arguments", "error", "words"),
     [
         ("nowhere", ("--text", "text.txt"), InputError, "what to do: expected --out DIR, --certify, or both"),
-        ("nowhere", ("--certify",), InputError, "expected one of --text, --learn-on, --dataset, got none"),
+        ("nowhere", ("--certify",), InputError, "expected one of --text, --fit-on, --dataset, got none"),
         ("nowhere", ("--certify", "--text", "none.txt"), InputError, "none.txt: expected a text file"),
         ("tiny", (*ON_TEXT, "--certify", "--revision", "v1"), InputError, "revision v1: expected a model on"),
         ("nowhere", (*ON_TEXT, "--certify", "--per", "chanel"), InputError, "Did you mean channel"),
         ("tiny", (*ON_TEXT, "--certify", "--sites", "model.layer.0"), SkipError, "Did you mean"),
-        ("nowhere", (*ON_TEXT, "--certify", "--a", 1.5), RankwiseError, "`a`: expected a number in (0, 1)"),
-        ("nowhere", ("--learn-on", "a", "--text", "b", "--certify"), InputError, "got --text and --learn-on"),
+        (
+            "nowhere",
+            (*ON_TEXT, "--certify", "--keep-spread", 1.5),
+            InputError,
+            "--keep-spread: expected a number",
+        ),
+        ("nowhere", ("--fit-on", "a", "--text", "b", "--certify"), InputError, "got --text and --fit-on"),
         ("nowhere", ("--certify", "--lr", -1), InputError, "--lr: expected a number in (0, ∞), got -1"),
         ("nowhere", ("--certify", "--lr", "inf"), InputError, "--lr: expected a number in (0, ∞), got inf"),
         ("tiny", (*FIT, "--sequences", 1, "--certify"), InputError, "two sequences or more"),
         ("tiny", (*LOST, *SMALL, "--out", "new"), SkipError, "loss after step 1: expected finite numbers"),
         ("tiny", (*LOST, *SMALL, "--out", "new"), SkipError, "Use a lower learning rate"),
-        ("nowhere", (*ON_TEXT, "--certify", "--init", "nan"), SkipError, "--init: expected a finite number"),
+        (
+            "nowhere",
+            (*ON_TEXT, "--certify", "--lambda", "nan"),
+            SkipError,
+            "--lambda: expected a finite number",
+        ),
         (
             "some",
             (*ON_TEXT, "--certify", "--sites", "model.layers.2"),
@@ -310,7 +319,7 @@ LOST = ("--learn-on", "text.txt", "--steps", 1, "--lr", "1e30")
         ("nowhere", ("--certify", "--try-steps", 1), InputError, "got --try-steps and --certify"),
         ("nowhere", ("--try-steps", 1, "--sites", "a"), InputError, "got --try-steps and --sites"),
         ("nowhere", ("--certify", "--alternative", "a"), InputError, "got --certify and --alternative"),
-        ("nowhere", ("--learn-on", "text.txt"), InputError, "--certify, or both; or --try-steps N, which"),
+        ("nowhere", ("--fit-on", "text.txt"), InputError, "--certify, or both; or --try-steps N, which"),
         (f"{NETS}:layer", ("--try-steps", 1), InputError, "`batches`: expected labels, or a loss"),
         (f"{NETS}:plain", (*FIT, "--certify"), InputError, "a model that takes its inputs by name"),
         (f"{NETS}:masked", (*FIT, "--certify"), SkipError, "expected the id of the mask token, got none"),
@@ -341,12 +350,6 @@ def test_the_folder_of_a_model_is_not_overwritten(run: Run, tiny: Path, tmp_path
         assert isinstance(result.exception, InputError)
         assert "Choose another name" in str(result.exception)
     assert {path.name: path.read_bytes() for path in other.iterdir()} == files
-    facts = json.loads(Path("new/skips.json").read_text())
-    del facts["fitted"]["model"]  # as in folders of earlier versions
-    Path("new/skips.json").write_text(json.dumps(facts))
-    assert "an earlier version wrote it" in str(run(tiny, *ON_TEXT, "--out", "new").exception)
-    shutil.rmtree("new")  # what the message says
-    assert run(tiny, *ON_TEXT, "--out", "new").exit_code == 0
 
 
 def test_a_compressed_model_keeps_its_record(run: Run, tiny: Path) -> None:
@@ -357,12 +360,12 @@ def test_a_compressed_model_keeps_its_record(run: Run, tiny: Path) -> None:
     record = rw.compress(model, [{"input_ids": ids}], keep=0.5, parts="kv")
     save_compressed(model, "narrow", record)
     AutoTokenizer.from_pretrained(tiny).save_pretrained("narrow")
-    assert run("narrow", "--init", 2, *ON_TEXT, "--out", "new").exit_code == 0
+    assert run("narrow", "--lambda", 2, *ON_TEXT, "--out", "new").exit_code == 0
     for name in ("README.md", "compression.json"):
         assert Path("new", name).read_bytes() == Path("narrow", name).read_bytes()
     again = rw.load_compressed("new")
     assert torch.equal(again(ids).logits, model.eval()(ids).logits)
-    assert apply_saved_skips(again, "new") is not None
+    assert len(load_skips(again, "new")) == 2
 
 
 @pytest.mark.parametrize("source", [None, "other"])
@@ -442,7 +445,7 @@ def test_other_splits() -> None:
     ("options", "loaded", "read"),
     [
         (("--text", "text.txt"), (None, "auto", None, False), (128, 40, 4)),
-        (("--learn-on", "text.txt"), (None, "auto", None, False), (128, 40, 1)),
+        (("--fit-on", "text.txt"), (None, "auto", None, False), (128, 40, 1)),
         (
             (*FIT, "--device", "cpu:0", "--dtype", "float64", "--revision", "v1", "--trust-remote-code"),
             ("cpu:0", "float64", "v1", True),
@@ -527,7 +530,7 @@ def test_the_printed_line_loads_the_skips_into_a_new_model(
     monkeypatch.setenv("FOLDER", str(tiny))
     Path("short.py").write_text(SHORT.replace("ADDS", "True"))
     data = () if factory.endswith(("layer", "pairs")) else ON_TEXT
-    result = run(factory, *data, "--init", 3, "--out", "new")
+    result = run(factory, *data, "--lambda", 3, "--out", "new")
     assert result.exit_code == 0, result.output
     model = load_model.load_model(factory).model
     exec(printed_line(result), {"model": model})
@@ -540,7 +543,7 @@ def test_the_advice_for_a_model_of_a_factory_is_followed(run: Run, tmp_path: Pat
     model = load_model.load_model("own.py:build")
     batches = list(model.batches or ())
     choice = skips.choose_lambda(model.model, batches[0], "*")
-    result = run("own.py:build", "--init", choice.value, "--certify", "--out", "new")
+    result = run("own.py:build", "--lambda", choice.value, "--certify", "--out", "new")
     assert result.exit_code == 0, result.output
     Path("new/load.txt").write_text(printed_line(result))
     repaired = load_model.load_model("own.py:build").model
@@ -613,7 +616,7 @@ def test_lambdas_and_alternatives_are_trained(
     run: Run, tmp_path: Path, factor: str, rate: tuple[object, ...], lr: float
 ) -> None:
     (tmp_path / "own.py").write_text(FACTORY.replace("FACTOR", factor))
-    options = ("--try-steps", 3, "--init", 2, "--alternative", "own.py:weak", *rate)
+    options = ("--try-steps", 3, "--lambda", 2, "--alternative", "own.py:weak", *rate)
     result = run("own.py:build", *options)
     assert result.exit_code == 0, result.output
     module = load_model.load_model("own.py:build")

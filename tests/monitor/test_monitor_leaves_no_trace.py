@@ -1,6 +1,5 @@
 """Training with a monitor is bit-identical, also in autocast and with layers that act on modes."""
 
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -264,10 +263,3 @@ def test_a_train_method_without_a_mode_is_not_called() -> None:
     assert model.fitted == 0
     assert model.training
     assert model.inner.training
-
-
-def test_a_submodule_of_torchscript_is_audited() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        traced = torch.jit.trace(nn.ReLU(), torch.randn(2))
-    assert rw.RankMonitor(PROBE).step(nn.Sequential(encoder(), traced), 0) is not None

@@ -13,7 +13,7 @@ import torch
 from tests.support import documents, records
 from tests.support.documents import RANK, audit_document
 
-from rankwise.auditing import AttentionMap, Audit
+from rankwise.auditing import AttentionMap, Audit, History
 from rankwise.auditing.attention_maps import block_averages
 from rankwise.operators import DenseMixing
 from rankwise.report import write_page
@@ -162,32 +162,33 @@ def test_every_page_fits_phones_and_screens_without_console_messages(
     visit.page.close()
 
 
-def test_the_list_of_actions_has_a_title(encoder: Page) -> None:
+def test_what_is_on_the_page_before_a_click(encoder: Page) -> None:
     assert encoder.get_by_role("heading", name="What to do").count() == 1
     assert encoder.get_by_role("list", name="What to do").locator("li").count() == 2
-
-
-def test_there_is_a_picture_in_every_plot(encoder: Page) -> None:
     assert encoder.locator(".heat .hm image, .heat .hm path").count() >= 1
-    assert encoder.locator("#states .plot").count() == 3
-    for number in range(3):
-        assert (
-            encoder.locator("#states .plot").nth(number).locator(".scatterlayer .trace .point").count() == 7
-        )
-    card = opened(encoder, 31)  # a finding and a matrix: it is open at first
-    assert card.locator("#spectra-plot .scatterlayer .trace .js-line").count() == 1
-    encoder.wait_for_selector("#matrix-plot .hm image")
-    said = card.locator("#matrix-note").inner_text()
-    assert "300 × 300 tokens" in said
-    assert "means over blocks: 128 × 128" in said
-
-
-def test_references_are_on_the_scale_and_in_the_legend(encoder: Page) -> None:
+    texts = encoder.locator(".heat .textpoint text").all_text_contents()
+    assert (len(texts), texts.count("–")) == (72, 1)  # a missing number is a dash in its cell
+    curves = encoder.locator("#states .plot")
+    points = [curves.nth(number).locator(".scatterlayer .trace .point").count() for number in range(3)]
+    assert points == [7, 7, 7]
     ramp, mark = (encoder.locator(name).bounding_box() for name in (".ramp", ".reference"))
     share = (mark["x"] + mark["width"] / 2 - ramp["x"]) / ramp["width"]
     # The scale runs from 0 to 1 inside its border; the mark may be off by its own 2 pixels.
     assert share == pytest.approx(1 - (1 - 1 / 128) ** 128, abs=3 / ramp["width"])
     assert encoder.locator("#legend").inner_text().startswith("① one-hot rows 0.63: ")
+
+
+def test_the_card_that_is_open_at_first_has_its_spectrum_and_its_matrix(encoder: Page) -> None:
+    card = opened(encoder, 31)  # a finding and a matrix
+    assert card.locator("#spectra-plot .scatterlayer .trace .js-line").count() == 1
+    (ring,) = encoder.evaluate(
+        "document.querySelector('#spectra-plot').data.filter((t) => t.meta.ring !== undefined)"
+    )
+    assert ring["x"][0] == pytest.approx(RANK.value(records.encoder().heads[31]), rel=1e-5)
+    encoder.wait_for_selector("#matrix-plot .hm image")
+    said = card.locator("#matrix-note").inner_text()
+    assert "300 × 300 tokens" in said
+    assert "means over blocks: 128 × 128" in said
 
 
 def test_a_finding_leads_to_its_cell_and_opens_the_head(encoder: Page) -> None:
@@ -224,7 +225,7 @@ def test_a_finding_marks_all_its_heads(encoder: Page) -> None:
 
 
 def test_a_finding_on_states_marks_the_curves(encoder: Page) -> None:
-    encoder.locator("a", has_text="encoder.layer after 6 blocks").click()
+    encoder.locator("[data-finding='0']").click()
     settle(encoder)
     assert encoder.locator("#states .shapelayer path").count() == 3
     assert encoder.locator("#states-status").inner_text() == "Marked: encoder.layer, after 6 blocks."
@@ -265,14 +266,6 @@ def test_clicking_a_cell_opens_its_matrix_with_its_tokens(encoder: Page) -> None
     assert "The second sequence, 3 × 3 tokens" in card.locator("#matrix-note").inner_text()
 
 
-def test_the_ring_is_at_the_rank_of_the_table(encoder: Page) -> None:
-    opened(encoder, 31)
-    (ring,) = encoder.evaluate(
-        "document.querySelector('#spectra-plot').data.filter((t) => t.meta.ring !== undefined)"
-    )
-    assert ring["x"][0] == pytest.approx(RANK.value(records.encoder().heads[31]), rel=1e-5)
-
-
 def test_a_seventh_spectrum_waits_until_another_is_removed(encoder: Page) -> None:
     for head in range(7):
         encoder.locator(f"#head-table [data-head='{head}']").click()
@@ -305,19 +298,18 @@ def test_on_a_phone_a_head_is_a_sheet_below_its_map(browser: Browser, reports: d
     page.close()
 
 
-def test_choosing_a_measure_changes_colours_words_and_scale(encoder: Page) -> None:
+def test_choosing_a_measure_redraws_the_map_which_is_saved_as_png(
+    encoder: Page,
+) -> None:
     before = encoder.locator(".heat .hm image").get_attribute("href")
     encoder.select_option("#measure", "first_token_mass")
     assert encoder.locator(".heat .hm image").get_attribute("href") != before
     assert encoder.locator("[data-meaning]:visible").inner_text().startswith("Share of the weight of a row")
     assert encoder.locator(".reference").count() == 0
     assert encoder.locator(".ends .high").inner_text() == "1.00 all of it"
-
-
-def test_a_missing_number_is_a_dash_in_its_cell(encoder: Page) -> None:
-    texts = encoder.locator(".heat .textpoint text").all_text_contents()
-    assert texts.count("–") == 1
-    assert len(texts) == 72
+    image = saved(encoder, encoder.get_by_role("button", name="PNG").first)
+    assert image.startswith(b"\x89PNG")
+    assert len(image) > 5_000
 
 
 def test_cells_of_a_diagonal_are_hatched_if_a_measure_is_not_informative(
@@ -380,12 +372,6 @@ def test_tables_are_saved_as_csv_that_runs_nothing_and_keeps_its_numbers(
     page.close()
 
 
-def test_figures_are_saved_as_png(encoder: Page) -> None:
-    image = saved(encoder, encoder.get_by_role("button", name="PNG").first)
-    assert image.startswith(b"\x89PNG")
-    assert len(image) > 5_000
-
-
 def test_plots_follow_light_and_dark_mode(encoder: Page) -> None:
     def looks() -> list[str]:
         read = "() => getComputedStyle(document.body).backgroundColor"
@@ -435,8 +421,6 @@ def test_memberships_are_drawn_for_the_layer_chosen(browser: Browser, reports: d
 def test_the_curves_of_a_history_fit_their_boxes_and_follow_the_choice(
     browser: Browser, tmp_path: Path, width: int
 ) -> None:
-    from rankwise.auditing import History
-
     history = History([(step, records.encoder()) for step in (0, 500, 1000)])
     visit = Visit(browser, history.to_html(tmp_path / "history.html").as_uri(), width)
     page = visit.page

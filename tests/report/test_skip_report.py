@@ -35,12 +35,11 @@ def test_before_comes_before_after() -> None:
 
 
 def stack(**fields: float | None) -> StackCertificate:
-    known = dict.fromkeys(["kept", "kept_mu", "min_lambda_proved", "min_lambda_paper"])
-    return StackCertificate(**({"stack": "h", "layers": 1, "left_out": 0} | known | fields))  # type: ignore[arg-type]
+    return StackCertificate(**({"stack": "h", "layers": 1, "left_out": 0} | fields))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("kept", "words", "proved", "bound"),
+    ("ratio", "words", "proved", "bound"),
     [
         (0.9, "h: keeps 0.90 of the token spread on this batch.", 2.5, "|λ| ≥ 2.5"),
         (None, "h: nothing to keep, its tokens are all equal where it starts.", 4e7, "none below 1,000"),
@@ -48,41 +47,27 @@ def stack(**fields: float | None) -> StackCertificate:
     ],
 )
 def test_a_certificate_names_the_kept_spread_and_explains_larger_scales(
-    kept: float | None, words: str, proved: float, bound: str
+    ratio: float | None, words: str, proved: float, bound: str
 ) -> None:
-    only = stack(kept=kept, min_lambda_proved=proved)
-    document = certificate_document(SkipCertificate(a=0.5, sequences=1, layers=[], stacks=[only]))
+    only = stack(spread_ratio=ratio, min_lambda_proved=proved)
+    document = certificate_document(SkipCertificate(keep_spread=0.5, sequences=1, layers=[], stacks=[only]))
     assert document.verdict.sentence == words
     ((_, least, use),) = document.sections[0].tables[0].rows
     assert least == bound
-    assert "proved for this batch" in str(use)
+    assert "proved for this batch: each layer keeps 0.50 of μ" in str(use)
 
 
 def test_every_number_of_a_certificate_is_under_its_name() -> None:
-    numbers = [name for name, field in LayerCertificate.model_fields.items() if field.annotation is not str]
-    values = {name: 1.0 + at for at, name in enumerate(numbers)}
-    values |= {"paper_guaranteed": None}  # type: ignore[dict-item]
-    layer = LayerCertificate(site="h.0", norm="RMSNorm", **values)  # type: ignore[arg-type]
-    document = certificate_document(
-        SkipCertificate(a=0.25, sequences=1, layers=[layer], stacks=[stack(min_lambda_any_mixing=0.8)])
-    )
-    uses, layers = document.sections
-    measured, least = layers.tables
-    names = {"λ": "lambda_value", "kept": "kept", "proved": "kept_lower_bound", "mixing": "mixing_share"}
-    names |= {"‖M‖": "mixing_norm", "S": "value_norm"}
-    expected = {column: f"{values[name]:.3g}" for column, name in names.items()}
-    assert cells(measured) == {"h.0": {"norm": "RMSNorm", **expected}}
-    names = {
-        "proved": "min_lambda_proved",
-        "any mixing": "min_lambda_any_mixing",
-        "paper": "min_lambda_paper",
-    }
-    assert cells(least) == {"h.0": {column: f"{values[name]:.3g}" for column, name in names.items()}}
-    assert "√a = 0.50" in least.note
-    large = layer.model_copy(update=dict.fromkeys(names.values(), 4e7))
-    document = certificate_document(SkipCertificate(a=0.25, sequences=1, layers=[large], stacks=[]))
-    assert cells(document.sections[0].tables[1]) == {"h.0": dict.fromkeys(names, ">1,000")}
-    assert [row[:2] for row in uses.tables[0].rows] == [["h", "|λ| ≥ 0.8"]]
+    layer = LayerCertificate(
+        site="h.0", norm="RMSNorm", lambda_value=1, absolute_spread_ratio=2, absolute_spread_ratio_bound=3,
+        min_lambda_proved=4, mixing_share=5,
+    )  # fmt: skip
+    certificate = SkipCertificate(keep_spread=0.5, sequences=1, layers=[layer], stacks=[])
+    (section,) = certificate_document(certificate).sections
+    (table,) = section.tables
+    numbers = {"λ": "1", "norm": "RMSNorm", "kept": "2", "proved": "3", "least |λ|": "|λ| ≥ 4", "mixing": "5"}
+    assert cells(table) == {"h.0": numbers}
+    assert "proved to keep 0.50 of μ" in table.note
 
 
 @pytest.mark.parametrize(("best", "clear"), [(3.25, False), (3.3, False), (2.9, True), (math.nan, False)])

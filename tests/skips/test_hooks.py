@@ -121,7 +121,7 @@ def test_dropout_acts_on_the_branch_alone(name: str) -> None:
     """If dropout removes all branches, three blocks without a norm on the residual return λ³·x."""
     model, batch = FOUND[name][0]()
     skips = filled(add_lambda_skip(model), 3.0)
-    blocks = model.get_submodule(next(iter(skips.sites.values())).block.rpartition(".")[0])
+    blocks = model.get_submodule(next(iter(skips.places.values())).block.rpartition(".")[0])
     states: list[Any] = []
     blocks[0].register_forward_pre_hook(lambda module, args: states.append(args[0]))
     blocks[-1].register_forward_hook(lambda module, args, out: states.append(out))

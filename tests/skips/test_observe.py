@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rankwise.errors import SkipError
+from rankwise.measures import absolute_spread as mu
 from rankwise.skips import LayerCertificate, SkipCertificate, add_lambda_skip, certify_skip, skips_of
 from rankwise.skips.observe import Norm, ObservedSkip, observe, read_norm
 
-mu = absolute_spread
 WIDTH, TOKENS = 8, 6
 SLACK = 1e-4
 """Relative tolerance: states are sums of float32 numbers, with a constant of ten times their size."""
@@ -28,7 +28,7 @@ SLACK = 1e-4
 
 
 def observed(model: nn.Module, ids: Tensor, scale: float = 0.5) -> list[ObservedSkip]:
-    sites = list(skips_of(model).sites.values())
+    sites = list(skips_of(model).places.values())
     return observe(model, {"input_ids": ids}, sites, {site.name: scale for site in sites})
 
 
@@ -42,8 +42,8 @@ def test_sums_are_observed_in_batches_of_other_sizes(name: str, sequences: int, 
     model, batch = FOUND[name][0]()
     skips = add_lambda_skip(model, example=batch)
     seen = observed(model, random_ids(sequences, tokens))
-    assert {one.site.name for one in seen} == set(skips)
-    assert len(seen) == sum(len(site.sums) for site in skips.sites.values())
+    assert {one.place.name for one in seen} == set(skips)
+    assert len(seen) == sum(len(site.sums) for site in skips.places.values())
     for one in seen:
         assert one.x.shape == one.branch.shape == (sequences, tokens, 32)
         assert torch.allclose(one.total, 0.5 * one.x + one.branch, atol=1e-5)
@@ -70,8 +70,8 @@ def test_sites_are_found_in_a_larger_model_and_in_a_part() -> None:
     inside = observed(outer(), ids)
     for one, other in zip(inside, observed(model, ids), strict=True):
         assert torch.equal(one.total, other.total)
-        assert one.site.norm == f"inner.{other.site.norm}"
-    (site,) = skips_of(copy.deepcopy(model.encoder.layer[1])).sites.values()
+        assert one.place.norm == f"inner.{other.place.norm}"
+    (site,) = skips_of(copy.deepcopy(model.encoder.layer[1])).places.values()
     assert len(skips_of(model)) == BERT["num_hidden_layers"]
     assert (site.block, site.norm) == ("attention.output", "attention.output.LayerNorm")
 
@@ -90,7 +90,7 @@ def test_a_batch_with_other_sums_than_the_example_is_refused(change: str) -> Non
             return self.out(branch if change == "block left out" else x + branch[:1])
 
     model = Changing().eval()
-    sites = list(add_lambda_skip(model, example=torch.randn(1, TOKENS, WIDTH)).sites.values())
+    sites = list(add_lambda_skip(model, example=torch.randn(1, TOKENS, WIDTH)).places.values())
     with pytest.raises(SkipError, match="site 'mixer': expected a batch with the sums of the example"):
         observe(model, torch.randn(2, TOKENS, WIDTH), sites, {})
 
@@ -255,21 +255,19 @@ def test_bounds_hold_for_the_state_after_the_norm(name: str, similar: bool, scal
     layer = certificate.layers[0]
     assert layer.norm == kind
     if kind == "unknown":
-        ends = [f"min_lambda_{end}" for end in ("proved", "any_mixing", "paper")]
-        names = ("kept_lower_bound", "kept", "paper_guaranteed", *ends)
+        names = ("absolute_spread_ratio", "absolute_spread_ratio_bound", "min_lambda_proved")
         assert all(getattr(layer, name) is None for name in names)
         assert any(note.startswith("nothing is promised") for note in certificate.notes)
         (stack,) = certificate.stacks
-        assert stack.min_lambda_proved is stack.kept_mu is None
+        assert stack.min_lambda_proved is stack.absolute_spread_ratio is None
         return
-    assert 0 <= layer.kept_lower_bound <= layer.kept * (1 + SLACK)
+    assert 0 <= layer.absolute_spread_ratio_bound <= layer.absolute_spread_ratio * (1 + SLACK)
     read = (centred(x) if kind == "LayerNorm" else x).double()
     if kind != "none":
         read = math.sqrt(WIDTH) * read / read.norm(dim=-1, keepdim=True)
-    true = mu(model.state)
-    assert (true >= layer.norm_gain * layer.kept_lower_bound * mu(read) * (1 - SLACK)).all()
-    if layer.norm_gain > 0.9:  # all channels have the same gain
-        assert float(true.mean()) >= layer.norm_gain * layer.absolute_spread_out * (1 - SLACK)
+    (skip,) = observe(model, x, list(skips_of(model).places.values()), {})
+    gain = 1.0 if skip.norm.gain is None else float(skip.norm.gain.abs().min())
+    assert (mu(model.state) >= gain * layer.absolute_spread_ratio_bound * mu(read) * (1 - SLACK)).all()
 
 
 @pytest.mark.parametrize("name", ["torch LayerNorm", "written out", "T5"])
@@ -278,7 +276,11 @@ def test_the_proved_lambda_keeps_the_spread_after_the_norm(name: str) -> None:
     least = certified(PostNorm(build()).eval(), tokens(), 1.0).layers[0].min_lambda_proved
     assert math.isfinite(least)
     layer = certified(PostNorm(build()).eval(), tokens(), least).layers[0]
-    assert math.sqrt(0.5) <= layer.kept_lower_bound * (1 + SLACK) <= layer.kept * (1 + 2 * SLACK)
+    assert (
+        math.sqrt(0.5)
+        <= layer.absolute_spread_ratio_bound * (1 + SLACK)
+        <= layer.absolute_spread_ratio * (1 + 2 * SLACK)
+    )
 
 
 # --- which module is the norm ----------------------------------------------------------------------------
@@ -315,7 +317,7 @@ def test_a_norm_outside_of_modules_is_unknown_and_other_readers_are_not_norms(na
     certificate = certify_skip(inline((NO_MODULE | NO_NORM)[name]), tokens())
     (layer,) = certificate.layers
     assert layer.norm == ("unknown" if name in NO_MODULE else "none")
-    assert (layer.kept_lower_bound is None) == (name in NO_MODULE)
+    assert (layer.absolute_spread_ratio_bound is None) == (name in NO_MODULE)
     noted = any("reads the sum outside of any module" in note for note in certificate.notes)
     assert noted == (name in NO_MODULE)
 
@@ -361,7 +363,7 @@ def test_a_norm_that_reads_more_than_the_sum_is_unknown(post: bool, norm: str) -
     stack = nn.Sequential(Parallel(post), Parallel(post), nn.LayerNorm(WIDTH)).eval()
     certificate = certify_skip(stack, tokens())
     assert [layer.norm for layer in certificate.layers] == [norm] * 2
-    assert [layer.kept_lower_bound is None for layer in certificate.layers] == [post] * 2
+    assert [layer.absolute_spread_ratio_bound is None for layer in certificate.layers] == [post] * 2
     assert any("does not receive the sum itself" in note for note in certificate.notes) == post
 
 

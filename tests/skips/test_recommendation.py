@@ -97,11 +97,11 @@ def test_no_lambda_is_named_if_every_lambda_collapses(monkeypatch: pytest.Monkey
     model = averaging(2.0)
     rw.add_lambda_skip(model, init=0.1, example=START)
     choice = choose_lambda(model, START, "blocks")
-    assert (choice.value, choice.removes_collapse, choice.instead) == (None, False, recommendation.UNHELPFUL)
+    assert (choice.value, choice.removes_collapse, choice.advice) == (None, False, recommendation.UNHELPFUL)
     assert [value for value, _ in choice.tried] == [0.25, 0.5]
     (finding,) = collapse_of(advised(model))
     assert "no |λ| up to 0.5 keeps the token spread above 0.1, and no λ is named. Proved" in finding.meaning
-    assert finding.remedy == Remedy(words=choice.instead)
+    assert finding.remedy == Remedy(words=choice.advice)
     assert "lambda_tried" not in finding.evidence
     assert finding.evidence["spread_lowest_tried"] == max(lowest for _, lowest in choice.tried)
     rw.skips.remove_lambda_skip(model)
@@ -188,7 +188,7 @@ def test_a_lambda_that_suppresses_mixers_is_not_named(monkeypatch: pytest.Monkey
     monkeypatch.setattr(recommendation, "TRIED", (10_000.0,))
     other = choose_lambda(model, START, "blocks")
     assert (other.value, other.removes_collapse) == (None, True)
-    assert "|λ| = 10000 removes COLLAPSE, but suppresses 6 mixers, and no λ is named" in other.statement
+    assert "|λ| = 10000 removes COLLAPSE, but suppresses 6 mixers, and no λ is named" in other.summary
     rw.add_lambda_skip(model, init=10_000, example=START)
     assert inactive(advised(model)) == choice.sites
 
@@ -198,7 +198,7 @@ def test_the_proved_lambda_is_the_largest_bound_of_the_layers(norm_first: bool) 
     torch.manual_seed(0)
     block = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=norm_first)
     model = nn.TransformerEncoder(block, 3, enable_nested_tensor=False).eval()
-    choice, layers = choose_lambda(model, TOKENS, "layers"), rw.certify_skip(model, TOKENS, 0.5).layers
+    choice, layers = choose_lambda(model, TOKENS, "layers"), rw.certify_skip(model, TOKENS).layers
     name = "min_lambda_proved_relative" if norm_first else "min_lambda_proved"  # COLLAPSE is about μ/‖Y‖
     assert {layer.norm for layer in layers} == {"none" if norm_first else "LayerNorm"}
     assert choice.proved == max(getattr(layer, name) for layer in layers)
@@ -223,9 +223,9 @@ def test_trials_raise_smaller_lambdas_and_keep_signs(per: Any) -> None:
     model = averaging()
     skips = rw.add_lambda_skip(model, per=per, example=START)
     fill(skips, [-0.5, 0.0, 3.0, -3.0, 0.5, 1.0])
-    sites = list(skips.sites.values())
-    raised = recommendation.raise_lambdas(lambdas_of(model, sites), 2.0)
-    with untouched(model), with_lambdas(model, sites, raised), torch.no_grad():
+    places = list(skips.places.values())
+    raised = recommendation.raise_lambdas(lambdas_of(model, places), 2.0)
+    with untouched(model), with_lambdas(model, places, raised), torch.no_grad():
         tried = model(START)
     fill(skips, [-2.0, 2.0, 3.0, -3.0, 2.0, 2.0])  # 0 counts as positive
     torch.testing.assert_close(model(START), tried)
@@ -310,12 +310,12 @@ def test_a_command_names_sites_if_other_sites_keep_their_lambda(low: int) -> Non
     fill(skips, [0.01] * low + [1.0] * (3 - low))
     where = Address(stack="encoder.layer", site="encoder.layer.0")
     given = finding().model_copy(update={"where": where})
-    one = recommendation.advise_lambda(given, model, text_inputs(), list(skips.sites.values()))
+    one = recommendation.advise_lambda(given, model, text_inputs(), list(skips.places.values()))
     value = one.evidence["lambda_tried"]
     below = [name for name, skip in skips.items() if float(skip.detach()) < value]
     named = [["--sites", name] for name in below] if len(below) < len(skips) else []
     assert one.remedy is not None
-    assert (one.remedy.verb, one.remedy.options) == ("skip", [["--init", f"{value:g}"], *named])
+    assert (one.remedy.verb, one.remedy.options) == ("skip", [["--lambda", f"{value:g}"], *named])
 
 
 class TwoStacks(nn.Module):
@@ -339,7 +339,7 @@ def test_the_remedy_for_one_of_two_stacks_names_the_stack() -> None:
         finding.evidence["lambda_tried"],
         Provenance(model="m", delta=0.01, arguments=[["net"]]),
     )
-    command = f"rankwise skip net --init {value:g} --sites second --out net-skips"
+    command = f"rankwise skip net --lambda {value:g} --sites second --out net-skips"
     code = f"rw.add_lambda_skip(model, init={value:g}, sites=['second'], example=batch)"
     assert advice(finding, by_command) == f"add the smallest λ that keeps tokens apart: `{command}`"
     assert advice(finding) == f"add the smallest λ that keeps tokens apart: `{code}`"
@@ -464,7 +464,7 @@ def test_lambda_modules_have_the_same_certificate_as_hooks(skip: str) -> None:
     assert len(places_in(model, BATCH)[0]) == SIZES["num_hidden_layers"]
     certificate = rw.certify_skip(model, BATCH)
     for layer in certificate.layers:
-        assert layer.kept_lower_bound <= layer.kept * (1 + 1e-9)
+        assert layer.absolute_spread_ratio_bound <= layer.absolute_spread_ratio * (1 + 1e-9)
     hooked = tost()
     hooked.load_state_dict(model.state_dict(), strict=False)
     value = 0.0 if skip == "none" else 1.5

@@ -47,7 +47,7 @@ def test_skips_act_in_every_family(name: str) -> None:
     # at other λ, the oracle is a forward pass in which the sums are scaled directly
     values = {site: parameter.detach() for site, parameter in skips_of(twin).items()}
     with without_skips(twin):
-        wanted = run_with(twin, batch, scaled_sums(list(skips_of(twin).sites.values()), values))
+        wanted = run_with(twin, batch, scaled_sums(list(skips_of(twin).places.values()), values))
     for first, second in zip(wanted, outputs(twin, batch), strict=True):
         # λ·x + f has two roundings in place of one, through a few layers of float32
         assert torch.allclose(first, second, rtol=1e-3, atol=1e-4 * float(first.abs().max()))
@@ -67,7 +67,7 @@ def test_skips_act_in_every_family(name: str) -> None:
 @pytest.mark.parametrize("name", ["ViT", "T5", "Llama"])
 def test_an_example_is_made_for_images_and_texts(name: str, dtype: torch.dtype) -> None:
     (model, batch), (other, _) = (FOUND[name][0]() for _ in range(2))
-    sites = add_lambda_skip(model.to(dtype)).sites
+    sites = add_lambda_skip(model.to(dtype)).places
     assert list(sites) == list(add_lambda_skip(other, example=batch))
     assert {site.dtype for site in sites.values()} == {dtype}
 

@@ -30,7 +30,6 @@ from rankwise.skips import (
     SkipError,
     add,
     add_lambda_skip,
-    apply_saved_skips,
     certify_skip,
     choose_lambda,
     load_skips,
@@ -311,7 +310,7 @@ def test_a_refused_call_does_not_change_the_model(name: str) -> None:
     assert not skips_of(model)
 
 
-@pytest.mark.parametrize("call", [save_skips, load_skips, apply_saved_skips])
+@pytest.mark.parametrize("call", [save_skips, load_skips])
 def test_what_is_not_a_path_is_refused(call: Any) -> None:
     model = bert()
     with (

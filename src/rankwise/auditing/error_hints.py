@@ -12,7 +12,6 @@ from rankwise._internals.forward import (
     config_value,
     tensors_in,
     tensors_of,
-    tower_hint,
 )
 from rankwise._internals.torch_private import original_of
 from rankwise.auditing.text_inputs import PASS_TEXTS, positions_of
@@ -42,8 +41,6 @@ def fix_hint(model: nn.Module, batch: Any, error: Exception) -> str:
         switch = "`torch.backends.mha.set_fastpath_enabled(False)`"
         return f"The fast path of TransformerEncoderLayer fails on quantized layers. Turn it off: {switch}."
     if isinstance(batch, Mapping):
-        if hint := tower_hint(model, batch, error):
-            return hint
         unknown = [str(key) for key in batch if key not in names]
         if unknown:
             guess = did_you_mean(unknown[0], names)

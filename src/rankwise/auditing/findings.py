@@ -134,8 +134,8 @@ def diagnose(
         for subject in heads if about_heads else [measured]:
             findings += (finding for find in finds for finding in find(subject))
     if importance is not None:
-        priced = {code: rule.about for code, rule in FINDING_RULES.items() if rule.with_costs}
-        findings = with_removal_costs(findings, priced, heads, importance, states, provenance)
+        subjects_with_costs = {code: rule.about for code, rule in FINDING_RULES.items() if rule.with_costs}
+        findings = with_removal_costs(findings, subjects_with_costs, heads, importance, states, provenance)
     remedies = [finding.remedy and unless_done(finding.remedy, provenance) for finding in findings]
     findings = [
         finding.model_copy(update={"remedy": remedy})
@@ -163,13 +163,13 @@ def check_codes(codes: Sequence[str]) -> list[str]:
 def removable(measured: Measured) -> Iterator[Finding]:
     """Find the heads that can be removed together."""
     importance = measured.importance
-    if importance is not None and (chosen := importance.removable) is not None and chosen.heads:
-        saved = saved_share(chosen.heads, measured.heads, measured.states, measured.provenance)
-        numbers = {name: getattr(chosen, name) for name in ("cost", "relative", "loss")}
-        evidence = {"heads": len(chosen.heads), **numbers, "parameters": saved}
-        words = describe_removable(importance, chosen, saved)
-        place = Address() if len(chosen.heads) > 1 else chosen.heads[0]
-        remedy = removal_remedy(saved, chosen.relative, chosen.tolerance)
+    if importance is not None and (removable := importance.removable) is not None and removable.heads:
+        saved = saved_share(removable.heads, measured.heads, measured.states, measured.provenance)
+        numbers = {name: getattr(removable, name) for name in ("cost", "relative", "loss")}
+        evidence = {"heads": len(removable.heads), **numbers, "parameters": saved}
+        words = describe_removable(importance, removable, saved)
+        place = Address() if len(removable.heads) > 1 else removable.heads[0]
+        remedy = removal_remedy(saved, removable.relative, removable.tolerance)
         yield _finding("REMOVABLE", place, evidence, words, remedy=remedy)
 
 

@@ -26,25 +26,25 @@ def with_removal_costs(
     provenance: Provenance | None = None,
 ) -> list[Finding]:
     """Add known costs of removal to findings; ``about`` maps each code that states costs to its subject."""
-    known, found = {head.id: head.importance for head in heads}, []
+    costs, extended = {head.id: head.importance for head in heads}, []
     mixers = grouped(heads, lambda head: head.id.at(None))
     for finding in findings:
         numbers: Sequence[int | None] = finding.heads or [finding.where.head]
-        costs = [known.get(finding.where.at(number)) for number in numbers if finding.code in about]
-        complete = [cost for cost in costs if cost is not None and not math.isnan(cost.cost)]
+        concerned = [costs.get(finding.where.at(number)) for number in numbers if finding.code in about]
+        complete = [cost for cost in concerned if cost is not None and not math.isnan(cost.cost)]
         if complete and len(complete) == len(numbers):
             mixer = mixers.get(finding.where.at(None), [])
             saved = saved_share([finding.where], mixer, states, provenance) if provenance else math.nan
             finding = _with_removal_cost(finding, about[finding.code], complete, importance, saved)
-        found.append(finding)
-    return found
+        extended.append(finding)
+    return extended
 
 
 def _with_removal_cost(
-    finding: Finding, about: str, known: Sequence[HeadImportance], importance: ImportanceRecord, saved: float
+    finding: Finding, about: str, costs: Sequence[HeadImportance], importance: ImportanceRecord, saved: float
 ) -> Finding:
-    low, high, alone = min(one.cost for one in known), max(one.cost for one in known), len(known) == 1
-    exact = all(one.method == "exact" for one in known)
+    low, high = min(head.cost for head in costs), max(head.cost for head in costs)
+    alone, exact = len(costs) == 1, all(head.method == "exact" for head in costs)
     tolerance = TOLERANCE if importance.removable is None else importance.removable.tolerance
     within = importance.share(high) <= tolerance
     shares = _percent(importance, low) if alone else _percent(importance, low, high)
@@ -63,26 +63,26 @@ def _with_removal_cost(
     elif about == "head":
         needed = Remedy(no_action="the model needs this head", costs=share)
         remedy = removal_remedy(saved, share, tolerance) if within else needed
-    costs = {"removal_cost": low}
+    numbers = {"removal_cost": low}
     if about != "head":
-        costs = {"least_removal_cost": low, "most_removal_cost": high}
-    meaning, evidence = f"{finding.meaning} {words}.", finding.evidence | costs
+        numbers = {"least_removal_cost": low, "most_removal_cost": high}
+    meaning, evidence = f"{finding.meaning} {words}.", finding.evidence | numbers
     return finding.model_copy(update={"meaning": meaning, "evidence": evidence, "remedy": remedy})
 
 
-def describe_removable(importance: ImportanceRecord, found: RemovableSet, saved: float) -> str:
+def describe_removable(importance: ImportanceRecord, removable: RemovableSet, saved: float) -> str:
     """Return sentences on the cost of removing a set of heads, and on the share of parameters they have."""
-    layers = grouped(sorted(found.heads, key=attrgetter("sort_key")), attrgetter("stack", "layer"))
+    layers = grouped(sorted(removable.heads, key=attrgetter("sort_key")), attrgetter("stack", "layer"))
     where = "; ".join(
         f"layer {layer}: {', '.join(str(head.head) for head in heads)}"
         for (_, layer), heads in layers.items()
     )
-    removed, listed = f"layer {found.heads[0].layer} head {found.heads[0].head}", ""
-    if len(found.heads) > 1:
-        removed, listed = f"these {len(found.heads)} heads together", f" ({where})"
-    verb = "lowers the loss by" if found.cost < 0 else "costs"
-    cost = f"{verb} {abs(importance.share(found.cost)):.2%}{_of(importance)}"
-    cost += f" ({_change(importance, found.cost)})"
+    removed, listed = f"layer {removable.heads[0].layer} head {removable.heads[0].head}", ""
+    if len(removable.heads) > 1:
+        removed, listed = f"these {len(removable.heads)} heads together", f" ({where})"
+    verb = "lowers the loss by" if removable.cost < 0 else "costs"
+    cost = f"{verb} {abs(importance.share(removable.cost)):.2%}{_of(importance)}"
+    cost += f" ({_change(importance, removable.cost)})"
     gain = "" if math.isnan(saved) else f" It saves at most {saved:.1%} of the parameters."
     return f"Removing {removed} {cost}, measured on these batches{listed}.{gain}"
 
@@ -99,14 +99,14 @@ def saved_share(
     its keys and values, which remain while a head that shares them remains.
     """
     hidden_sizes = {state.stack: state.hidden_size for state in states}
-    total, gone = 0 if about is None else about.parameters, {*removed}
-    found, known = [head for head in heads if head.id in gone], []
-    if {head.id for head in found} != gone:
+    total = 0 if about is None else about.parameters
+    measured, parameters = [head for head in heads if head.id in removed], []
+    if {head.id for head in measured} != {*removed}:
         return math.nan
-    for group in by_key_head(found):
-        parts = 2 * len(group) + 2 * (len(group) == group[0].heads_per_group)
-        known.append(parts * (group[0].head_dim or 0) * (hidden_sizes.get(group[0].stack, -1) + 1))
-    return sum(known) / total if total and known and all(known) else math.nan
+    for group in by_key_head(measured):
+        projections = 2 * len(group) + 2 * (len(group) == group[0].heads_per_group)
+        parameters.append(projections * (group[0].head_dim or 0) * (hidden_sizes.get(group[0].stack, -1) + 1))
+    return sum(parameters) / total if total and parameters and all(parameters) else math.nan
 
 
 def narrowing_saves(
@@ -148,7 +148,8 @@ def cheapest_words(
     about: Provenance,
 ) -> str:
     """Return a sentence on the head whose removal costs least; an empty string if no cost is known."""
-    costs = [(known.cost, head) for head in heads if (known := head.importance) and math.isfinite(known.cost)]
+    costs = [(head.importance.cost, head) for head in heads if head.importance]
+    costs = [(cost, head) for cost, head in costs if math.isfinite(cost)]
     if not costs:
         return ""
     cost, head = min(costs, key=lambda pair: pair[0])
@@ -200,9 +201,9 @@ def estimate_words(
     """Return pairs (title, text) on estimated costs: their agreement with exact costs, or a caution."""
     words = []
     for name, importances, caution in (("heads", heads, HEAD_CAUTION), ("blocks", blocks, BLOCK_CAUTION)):
-        known = [one for one in importances if one is not None and math.isfinite(one.cost)]
-        if (found := agreement(importances)) is not None:
-            words.append((f"Estimated against exact, {name}", str(found)))
-        elif any(one.method == "estimated" for one in known):
+        methods = [cost.method for cost in importances if cost is not None and math.isfinite(cost.cost)]
+        if (compared := agreement(importances)) is not None:
+            words.append((f"Estimated against exact, {name}", str(compared)))
+        elif "estimated" in methods:
             words.append((f"Estimated costs of {name}", caution))
     return words

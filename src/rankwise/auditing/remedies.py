@@ -56,7 +56,7 @@ def remedy_text(remedy: Remedy, about: Provenance | None = None) -> str:
 
 
 def _step_text(step: Remedy, about: Provenance | None) -> str:
-    code = _command(step, about) or step.code
+    code = step_code(step, about)
     text = ": ".join(filter(None, (step.words, code and f"`{code}`")))
     text += f", if {step.condition}" if step.condition else ""
     if not step.no_action:
@@ -64,16 +64,16 @@ def _step_text(step: Remedy, about: Provenance | None) -> str:
     return f"No action recommended: {step.no_action}" + (f". To do it anyway, {text}" if text else "")
 
 
-def _command(step: Remedy, about: Provenance | None) -> str:
-    """Return a step as a command for the model and data of an audit; an empty string if there is none."""
+def step_code(step: Remedy, about: Provenance | None) -> str:
+    """Return the code of one step: a command for the model and data of the audit, or Python code."""
     if about is None or not about.arguments or not step.verb:
-        return ""
+        return step.code
     model, new = about.arguments[0][0], {name for name, *_ in step.options}
     given = [option for option in about.arguments[1:] if option[0] not in new]
     if step.verb != "audit":
         given = [option for option in given if option[0] in COMMANDS]
         if any(step.verb not in COMMANDS[option[0]] for option in given):
-            return ""
+            return step.code
     written = [["--out", f"{folder_name(Path(model).name)}-{step.out}"]] if step.out else []
     return shlex.join(["rankwise", step.verb, model, *chain(*given, *step.options, *written)])
 

@@ -240,8 +240,9 @@ class Audit(SavedRecord):
         return report_package().plot_depth(self, measure)
 
     def _repr_html_(self) -> str:
-        """Return HTML for notebooks: a small table and a heat map of ranks."""
-        return str(report_package().notebook_html(self))
+        """Return HTML for notebooks: the verdict and the table of layers of `summary`."""
+        report = report_package()
+        return str(report.notebook_html(report.document_of(self)))
 
     def __repr__(self) -> str:
         model = strip_control(self.provenance.model) or "model"

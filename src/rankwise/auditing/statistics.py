@@ -1,4 +1,4 @@
-"""Statistics of heads and token states, merged over batches, shards, processes and saved audits."""
+"""Statistics of heads and token states, merged over batches and saved audits."""
 
 import math
 import re

@@ -32,13 +32,11 @@ def verdict_of(audit: "Audit") -> Verdict:
     """
     kinds = grouped(audit.findings, lambda finding: finding.code)
     named = {
-        code: findings
-        for code, findings in kinds.items()
-        if code in FINDING_RULES and FINDING_RULES[code].names
+        code: group for code, group in kinds.items() if code in FINDING_RULES and FINDING_RULES[code].names
     }
     several = len({head.stack for head in audit.heads} | {state.stack for state in audit.states}) > 1
-    severe = {code: findings for code, findings in named.items() if findings[0].severity != "info"}
-    errors = any(findings[0].severity == "error" for findings in severe.values())
+    severe = {code: group for code, group in named.items() if group[0].severity != "info"}
+    errors = any(group[0].severity == "error" for group in severe.values())
     if severe:
         sentence = ("Not healthy: " if errors else "Worth a look: ") + _listed(severe, several)
     elif not audit.heads and not audit.states:
@@ -96,11 +94,11 @@ def _phrase(code: str, findings: Sequence[Finding], several: bool) -> str:
     rule, where = FINDING_RULES[code], []
     if rule.about in ("model", "modules"):
         return rule.names
-    for stack, in_stack in grouped(findings, lambda finding: finding.where.stack).items():
-        layers = [finding.where.layer for finding in in_stack if finding.where.layer is not None]
+    for stack, group in grouped(findings, lambda finding: finding.where.stack).items():
+        layers = [finding.where.layer for finding in group if finding.where.layer is not None]
         words = number_words("layer", layers) if layers or not stack else "the input"
         if rule.about == "stack":
-            blocks = in_stack[0].evidence.get("blocks", math.nan)
+            blocks = group[0].evidence.get("blocks", math.nan)
             words = f"after {blocks:g} block{'' if blocks == 1 else 's'}"
         where.append(words + (f" of {stack}" if several and stack else ""))
     link = " " if rule.about == "stack" else " in "
@@ -116,14 +114,14 @@ def number_words(noun: str, numbers: Sequence[int | None]) -> str:
         >>> number_words("layer", [0, 2, 4, 6, 8])
         '5 layers, 0 to 8'
     """
-    indices = sorted({number for number in numbers if number is not None})
-    if not indices:
+    distinct = sorted({number for number in numbers if number is not None})
+    if not distinct:
         return "the model"
-    first, last = indices[0], indices[-1]
+    first, last = distinct[0], distinct[-1]
     if first == last:
         return f"{noun} {first}"
-    if indices == [*range(first, last + 1)] and len(indices) > 2:
+    if distinct == [*range(first, last + 1)] and len(distinct) > 2:
         return f"{noun}s {first} to {last}"
-    if len(indices) > 4:
-        return f"{len(indices)} {noun}s, {first} to {last}"
-    return f"{noun}s {', '.join(map(str, indices))}"
+    if len(distinct) > 4:
+        return f"{len(distinct)} {noun}s, {first} to {last}"
+    return f"{noun}s {', '.join(map(str, distinct))}"

@@ -124,13 +124,10 @@ def command(
             loaded, text=fit_on or text, dataset=dataset, tokens=tokens, sequences=sequences,
             batch_size=1 if fit_on else batch_size,
         )  # fmt: skip
-        is_masked = type(loaded.model).__name__.endswith("ForMaskedLM")
-        mask = inputs.tokenizer.mask_token_id if is_masked and loaded.source else None
+        mask = getattr(inputs.tokenizer, "mask_token_id", None) if loaded.source else None
         if try_steps:
-            loss_of: Any = loaded.loss
-            if loss_of is None and mask is not None:
-                loss_of = fitting_loss(loaded.model, inputs.batches, mask)[0]
-            _try(load, [model, *(alternative or ())], loss_of, inputs, init, try_steps, lr)
+            how = {"loss": loaded.loss, "mask_token": mask}
+            _try(load, [model, *(alternative or ())], inputs, init, steps=try_steps, lr=lr, **how)
             return
         learning, held = split_batches(inputs, loaded, learn=fit_on is not None, batch_size=batch_size)
         skips, scales = _add_skips(loaded, init, per, sites, example=None if loaded.source else held[0])
@@ -177,8 +174,8 @@ def command(
 
 
 def _try(
-    load: Callable[[str], "LoadedModel"], models: list[str], loss: Any, inputs: "LoadedData",
-    init: float | None, steps: int, lr: float,
+    load: Callable[[str], "LoadedModel"], models: list[str], inputs: "LoadedData", init: float | None,
+    *, steps: int, lr: float, **loss: Any,
 ) -> None:  # fmt: skip
     """Train the first model with each λ, and the other models as they are; print the losses."""
     from rankwise.cli.output import print_results, show_progress
@@ -191,8 +188,8 @@ def _try(
     build = builds.pop(models[0])
     with show_progress() as say:
         runs = try_lambdas(
-            build, inputs.batches, values, steps=steps, lr=lr, loss=loss, alternatives=builds,
-            on_run=lambda name: say(f"training, {name}"),
+            build, inputs.batches, values, steps=steps, lr=lr, alternatives=builds,
+            on_run=lambda name: say(f"training, {name}"), **loss,
         )  # fmt: skip
     print_results(trial_document(runs, f"{inputs.data} · learning rate {lr:g}", steps))
     if len(runs) <= len(values) + len(builds):

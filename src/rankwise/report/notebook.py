@@ -4,86 +4,40 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rankwise._internals.records import format_number
-from rankwise._internals.statistics import mean
 from rankwise.auditing.measure_table import DRAWN, HEAD_MEASURES, STATE_MEASURES, Measure, StateMeasure
-from rankwise.auditing.records import HeadRecord
 from rankwise.auditing.result import Audit
 from rankwise.errors import InputError, one_of, strip_control
-from rankwise.report.document import Figure
+from rankwise.report.document import Document, Figure
 from rankwise.report.figures import depth_curves, heat_map
-from rankwise.report.format import RANK, count, model_name, round_for_page
+from rankwise.report.format import model_name
 from rankwise.report.head_columns import measure_column
-from rankwise.report.heatmap_grid import Grid, grids_of
+from rankwise.report.heatmap_grid import grids_of
 from rankwise.report.page import environment, without_nan
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 M = TypeVar("M", bound=Measure)
-MOST_ROWS, MOST_COLUMNS = 48, 64
-"""Maximum number of layers and of heads in a table of ranks; further layers and heads are only counted."""
 SCALE = "Viridis"
 """Color scale of every measure: neither end suggests good or bad."""
 COLORS = ("#1d5ba6", "#c2500f", "#0b7a5c", "#9a3b8c", "#7a6200", "#4a5563")
 _TALLEST = 1400
 """Maximum height of a figure in pixels."""
-_COLUMNS = ("numerical_rank", "effective_rank", "stable_rank", "first_token_mass")
-_MEASURES = [measure for measure in HEAD_MEASURES if measure.name in _COLUMNS]
 
 
-def notebook_html(audit: Audit) -> str:
-    """Return an audit as HTML without scripts: a table of layers, with the rank of each head as a color.
+def notebook_html(document: Document) -> str:
+    """Return a report as HTML without scripts: verdict, actions, and the tables of the first screen.
 
     Examples:
         >>> from rankwise.auditing.records import Provenance
-        >>> about = Provenance(model="<b>", delta=0.01)
-        >>> text = notebook_html(Audit(provenance=about, heads=[], states=[], findings=[]))
-        >>> text.removeprefix("<div><strong>Rankwise audit</strong> ")[:55]
-        '&lt;b&gt;<br>0 heads · 0 sequences · δ = 0.01 · Nothing'
+        >>> from rankwise.report import document_of
+        >>> audit = Audit(provenance=Provenance(model="<b>", delta=0.01), heads=[], states=[], findings=[])
+        >>> notebook_html(document_of(audit)).removeprefix("<div><strong>rankwise audit</strong> ")[:27]
+        '&lt;b&gt; · 0 sequences<br>'
     """
-    about = audit.provenance
-    facts = [
-        count(len(audit.heads), "head"),
-        count(about.sequences, "sequence"),
-        f"δ = {about.delta}",
-        audit.verdict.sentence,
-        *([] if audit.complete else ["incomplete"]),
-    ]
-    text = (
-        environment()
-        .get_template("notebook.html")
-        .render(
-            title=model_name(about.model),
-            facts=facts,
-            columns=["layer", *(measure.head for measure in _MEASURES)],
-            rank=RANK.head,
-            grids=[_grid(grid, audit.heads) for grid in grids_of(audit.heads)],
-        )
-    )
-    return strip_control(text)
-
-
-def _grid(grid: Grid, heads: Sequence[HeadRecord]) -> dict[str, Any]:
-    """Return the rows of a grid: numbers of the layer, and a pair (rank, title) per head."""
-    rows, columns = grid.rows[:MOST_ROWS], grid.columns[:MOST_COLUMNS]
-    drawn = []
-    for row in rows:
-        layer = {number: heads[index] for number, index in row.cells.items()}
-        numbers = [format_number(mean(map(m.value, layer.values())), m.digits) for m in _MEASURES]
-        blocks = [
-            (round_for_page(RANK.value(layer[number])), f"head {number}: {RANK.formatted(layer[number])}")
-            if number in layer
-            else (None, "")
-            for number in columns
-        ]
-        drawn.append({"site": row.site, "layer": row.layer, "numbers": numbers, "blocks": blocks})
-    more = [
-        f"{len(whole) - len(shown)} more {words}"
-        for words, whole, shown in (("layers", grid.rows, rows), ("heads", grid.columns, columns))
-        if len(whole) > len(shown)
-    ]
-    return {"title": grid.title, "rows": drawn, "more": more}
+    verdict = document.verdict
+    lines = [verdict.sentence, *verdict.actions, verdict.no_action]
+    return strip_control(environment().get_template("notebook.html").render(document=document, lines=lines))
 
 
 def plot_heads(audit: Audit, measure: str) -> "go.Figure":

@@ -99,8 +99,8 @@ def certificate_document(certificate: SkipCertificate, choices: Sequence[LambdaC
         "Layers",
         ["site", "λ", "norm", "kept", "proved", "least |λ|", "mixing"],
         rows,
-        note="μ: absolute token spread. Kept: μ after the layer over μ before; proved: a lower bound of it for "
-        f"this batch; least |λ|: proved to keep {share} of μ; mixing: ‖f(x)‖/‖λx + f(x)‖.",
+        note="μ: absolute token spread. Kept: μ after the layer over μ before; proved: a lower bound of it "
+        f"for this batch; least |λ|: proved to keep {share} of μ; mixing: ‖f(x)‖/‖λx + f(x)‖.",
     )
     return Document(
         command="Rankwise skip",

@@ -33,8 +33,8 @@ NORM_KINDS: dict[str, NormKind] = {"none": "none", "LayerNorm": "layer", "RMSNor
 def certify_skip(model: nn.Module, batch: Batch, keep_spread: float = KEEP_SPREAD) -> SkipCertificate:
     """Certify each skip connection: the absolute token spread μ kept on this batch, and the least |λ| proved.
 
-    μ(Y) = ‖Y − 1ȳᵀ‖_F is the distance of the token states Y from their mean ȳ. For each layer, the certificate
-    has the measured ratio of μ after and before the skip connection, a proved lower bound of the ratio
+    μ(Y) = ‖Y − 1ȳᵀ‖_F is the distance of the token states Y from their mean ȳ. The certificate has for each
+    layer the measured ratio of μ after and before the skip connection, a proved lower bound of the ratio
     (`rankwise.theory.skip_bound`), the least |λ| for which the bound is ``keep_spread``
     (`rankwise.theory.min_lambda_for_spread`), and ‖f(x)‖ relative to the sum. A model without λ-skips is
     certified at λ = 1. Without residual connections around mixers, the certificate has a note and no layers.

@@ -215,6 +215,7 @@ def try_lambdas(
     lr: float = 3e-4,
     seed: int = 0,
     loss: LossOfModel | None = None,
+    mask_token: int | None = None,
     alternatives: Mapping[str, Callable[[], nn.Module]] | None = None,
     on_run: Callable[[str], None] = lambda name: None,
 ) -> dict[str, list[float]]:
@@ -235,6 +236,7 @@ def try_lambdas(
         seed: random seed of weights and dropout.
         loss: function of (model, batch) that returns the loss; by default the loss that
             `rankwise.importance.measure_importance` reads from labels in the batches or from next tokens.
+        mask_token: id of the mask token, for the loss of masked language models.
         alternatives: functions that return other models for the same batches, by name.
         on_run: function called with the name of each run before it.
 
@@ -259,19 +261,19 @@ def try_lambdas(
     devices = range(torch.cuda.device_count())  # those that `manual_seed` seeds
     with torch.random.fork_rng(devices=devices), torch.enable_grad(), suppress(KeyboardInterrupt):
         for other in (alternatives or {}).values():  # first, so that an error loses no training
-            model, inputs, loss_of = _prepared(other, read, None, seed, loss)
+            model, inputs, loss_of = _prepared(other, read, None, seed, loss, mask_token)
             with batch_errors(model, inputs[0], fix_hint), torch.no_grad():
                 loss_of(model, inputs[0])
         for name, make, value in tried:
             on_run(name)
-            model, inputs, loss_of = _prepared(make, read, value, seed, loss)
+            model, inputs, loss_of = _prepared(make, read, value, seed, loss, mask_token)
             runs[name] = _train(model, inputs, steps, lr, loss_of)
     return runs
 
 
 def _prepared(
     make: Callable[[], nn.Module], batches: Sequence[Batch], value: float | None, seed: int,
-    loss: LossOfModel | None,
+    loss: LossOfModel | None, mask_token: int | None,
 ) -> tuple[nn.Module, list[Batch], LossOfModel]:  # fmt: skip
     """Return a new model with |λ| of at least a value, the batches on its device, and its loss."""
     torch.manual_seed(seed)
@@ -284,7 +286,7 @@ def _prepared(
             skips[site].data.copy_(raised)
     loss_of = loss
     if loss_of is None:
-        loss_of, inputs = fitting_loss(model, inputs)
+        loss_of, inputs = fitting_loss(model, inputs, mask_token)
     torch.manual_seed(seed)  # for dropout, whatever the weights have drawn
     return model, inputs, loss_of
 

@@ -27,7 +27,7 @@ from rankwise.skips.residual_sums import (
 PARAMETER = "lambda_skip"
 """Name of the parameter λ in its module; a second λ in the same module gets a number."""
 NOTES = "_rankwise_skips"
-"""Name of the attribute by which a module with λ lists its sites."""
+"""Name of the attribute by which a module with λ lists its places."""
 
 
 @dataclass(frozen=True)
@@ -72,80 +72,81 @@ def check_module(model: object) -> None:
 
 
 def skip_places(model: nn.Module) -> list[SkipPlace]:
-    """Return the sites of the λ-skips in a model, in the order of the forward pass."""
+    """Return the places of the λ-skips in a model, in the order of the forward pass."""
     check_module(model)
-    named = model.named_modules()
-    sites = [_rebased(site, name) for name, module in named for site in vars(module).get(NOTES, ())]
-    return sorted(sites, key=lambda site: site.time)
+    modules = model.named_modules()
+    places = [_rebased(place, name) for name, module in modules for place in vars(module).get(NOTES, ())]
+    return sorted(places, key=lambda place: place.time)
 
 
-def _rebased(site: SkipPlace, module: str) -> SkipPlace:
-    """Return a site with the module names of the current model, which may be a part or a larger model."""
-    old, new = _parts(site.write.module), _parts(module)
+def _rebased(place: SkipPlace, module: str) -> SkipPlace:
+    """Return a place with the module names of the current model, which may be a part or a larger model."""
+    old, new = _words(place.write.module), _words(module)
     while old and new and old[-1] == new[-1]:
         old.pop()
         new.pop()
 
     def name(before: str) -> str:
-        parts = _parts(before)
-        return ".".join([*new, *parts[len(old) :]]) if parts[: len(old)] == old else before
+        words = _words(before)
+        return ".".join([*new, *words[len(old) :]]) if words[: len(old)] == old else before
 
     return replace(
-        site, read=replace(site.read, module=name(site.read.module)),
-        write=replace(site.write, module=module),
-        scope=None if site.scope is None else name(site.scope), block=name(site.block),
-        norm=site.norm and name(site.norm), sums=tuple((name(one[0]), *one[1:]) for one in site.sums),
+        place, read=replace(place.read, module=name(place.read.module)),
+        write=replace(place.write, module=module),
+        scope=None if place.scope is None else name(place.scope), block=name(place.block),
+        norm=place.norm and name(place.norm),
+        sums=tuple((name(owner), call, index) for owner, call, index in place.sums),
     )  # fmt: skip
 
 
-def _parts(name: str) -> list[str]:
+def _words(name: str) -> list[str]:
     return name.split(".") if name else []
 
 
 def find_places(model: nn.Module, example: Batch) -> tuple[list[SkipPlace], list[str]]:
-    """Run a model once; return its sites, and the blocks with residual connections that no hook reaches.
+    """Run a model once; return its places, and the blocks with residual connections that no hook reaches.
 
-    Several calls of a module in a forward pass belong to the same site. A norm outside of its block counts as
-    the norm of the site only if every sum has a reader; otherwise it is the final norm of a stack.
+    Several calls of a module in a forward pass belong to the same place. A norm outside of its block counts
+    as the norm of the place only if every sum has a reader; otherwise it is the final norm of a stack.
     """
     with batch_errors(model, example, fix_hint):
         residuals, record = find_residuals(model, example)
     located, missed = [], []
     for residual in residuals:
-        sum_ = residual.sum
+        total = residual.sum
         way = _as_argument(residual, record) or _as_sum(residual, record) or _as_branch(residual, record)
         drops = way is None
         way = way or _as_branch(residual, record, drops=True)
         if way is None:
-            missed.append(sum_.name[0] or "the model itself")
+            missed.append(total.name[0] or "the model itself")
             continue
-        site = SkipPlace(
-            "", "", *way, sums=(sum_.name,), block=sum_.name[0], time=sum_.time, which=residual.which,
-            axis=residual.axis, width=sum_.like.shape[-1], dtype=sum_.like.dtype, drops=drops,
+        place = SkipPlace(
+            "", "", *way, sums=(total.name,), block=total.name[0], time=total.time, which=residual.which,
+            axis=residual.axis, width=total.like.shape[-1], dtype=total.like.dtype, drops=drops,
         )  # fmt: skip
-        located.append((site, _reader(sum_, record)))
+        located.append((place, _reader(total, record)))
     every = all(reader is not None for _, reader in located)
     calls: dict[SkipPlace, list[SumName]] = {}
-    for site, reader in located:
+    for place, reader in located:
         if reader is not None and (every or reader[2]):
-            site = replace(site, norm=reader[0], read_by=reader[1])
-        calls.setdefault(site, []).extend(site.sums)
-    sites, taken = [], Counter[str]()
-    for site, sums in calls.items():
-        taken[site.write.module] += 1
-        suffix = f"_{number}" if (number := taken[site.write.module]) > 1 else ""
-        name, parameter = f"{site.write.module}{suffix}", f"{PARAMETER}{suffix}"
-        sites.append(replace(site, name=name, parameter=parameter, sums=tuple(sums)))
-    return sites, missed
+            place = replace(place, norm=reader[0], read_by=reader[1])
+        calls.setdefault(place, []).extend(place.sums)
+    places, taken = [], Counter[str]()
+    for place, sums in calls.items():
+        taken[place.write.module] += 1
+        suffix = f"_{number}" if (number := taken[place.write.module]) > 1 else ""
+        name, parameter = f"{place.write.module}{suffix}", f"{PARAMETER}{suffix}"
+        places.append(replace(place, name=name, parameter=parameter, sums=tuple(sums)))
+    return places, missed
 
 
 def blocks_without(model: nn.Module, names: Iterable[str], blocks: Iterable[str]) -> list[str]:
-    """Return blocks that hold none of the named modules: items of lists and dicts, although items alike do.
+    """Return the blocks that hold none of the named modules, although similar blocks hold one.
 
-    Modules of the class of one of ``blocks``, with the same classes inside, are also returned. Items are
-    alike if their names differ in numbers alone and they are of one class, or any in a ModuleList or a
-    ModuleDict. Outermost items are compared by their last name, as blocks of a list; items inside them only
-    to those at the same place.
+    A block is an item of a list or a dict, or a module with the classes of one of ``blocks``. Two items are
+    similar if their names differ only in numbers and they have the same class; in a ModuleList or a
+    ModuleDict, any two items are similar. Items inside an outer item are only compared to items at the same
+    place.
     """
 
     def listed(name: str) -> bool:
@@ -160,15 +161,15 @@ def blocks_without(model: nn.Module, names: Iterable[str], blocks: Iterable[str]
         return outer if "*" in outer else name.rpartition(".")[0], kind
 
     modules = {name: module for name, module in model.named_modules() if name}
-    held = {name for name in modules if any(f"{one}.".startswith(f"{name}.") for one in names)}
+    held = {name for name in modules if any(f"{inner}.".startswith(f"{name}.") for inner in names)}
     places = {place(name) for name in held if is_item(name)}
     built = {_classes(modules[name]) for name in blocks}
-    found = [
+    without = [
         name
         for name, module in modules.items()
         if name not in held and ((is_item(name) and place(name) in places) or _classes(module) in built)
     ]
-    return [name for name in found if not any(name.startswith(f"{outer}.") for outer in found)]
+    return [name for name in without if not any(name.startswith(f"{outer}.") for outer in without)]
 
 
 def _classes(module: nn.Module) -> tuple[tuple[str, type], ...]:
@@ -176,23 +177,23 @@ def _classes(module: nn.Module) -> tuple[tuple[str, type], ...]:
     return tuple((name, type(inner)) for name, inner in module.named_modules())
 
 
-def _reader(sum_: Sum, record: ForwardRecord) -> tuple[str, str, bool] | None:
+def _reader(total: Sum, record: ForwardRecord) -> tuple[str, str, bool] | None:
     """Return (module, function, True if in the block) for the only reader of a sum, or None.
 
     The sum has no reader if it is itself the state: if it is read and also added to, or is read only by
     matrix products, by functions with smaller outputs (such as a mean over tokens), or not at all. If the sum
     is only added to, as in x + f(x) + g(x), the reader of the whole sum is returned.
     """
-    same = record.same_numbers(sum_.result)
+    same = record.same_numbers(total.result)
     uses = [use for tensor in same for use in record.uses.get(tensor, ()) if not use.copies]
     onward = [later for later in record.sums if any(tensor in later.operands for tensor in same)]
     if onward:
         return _reader(onward[0], record) if len(uses) == 1 else None
-    size = math.prod(sum_.like.shape)
+    size = math.prod(total.like.shape)
     reads = [use for use in uses if use.numbers == size]
     if not reads:
         return None
-    inside = all(sum_.frames[-1].serial in use.running for use in uses)
+    inside = all(total.frames[-1].serial in use.running for use in uses)
     given = [passage.call for tensor in same for passage in record.received.get(tensor, ())]
     states = [
         (call, value)
@@ -213,52 +214,54 @@ Way = tuple[Port, Port, str | None]
 
 def _as_argument(residual: Residual, record: ForwardRecord) -> Way | None:
     """Return ports to scale x, if x is an argument that the module of the sum only adds; None otherwise."""
-    sum_ = residual.sum
-    inner, x = sum_.frames[-1], record.origin(sum_.operands[residual.which])[0]
+    total = residual.sum
+    inner, x = total.frames[-1], record.origin(total.operands[residual.which])[0]
     uses = [use for tensor in record.copies_of(x) for use in record.uses.get(tensor, ())]
     uses = [use for use in uses if not use.copies and inner.serial in use.running]
-    received = [one.port for one in _received(x, sum_.like.shape, record) if one.call is inner]
-    if {use.sum for use in uses} != {sum_.name} or not received:
+    passages = _received(x, total.like.shape, record)
+    received = [passage.port for passage in passages if passage.call is inner]
+    if {use.sum for use in uses} != {total.name} or not received:
         return None
     return received[0], received[0], None
 
 
 def _as_sum(residual: Residual, record: ForwardRecord) -> Way | None:
     """Return ports to correct x + f(x), if a module receives x and returns the unused sum; None otherwise."""
-    sum_ = residual.sum
-    x, _ = record.origin(sum_.operands[residual.which])
-    for made in record.returned.get(sum_.result, ()):
-        used = any(use.time < made.time for use in record.uses.get(sum_.result, ()))
-        received = [one.port for one in _received(x, made.shape, record) if one.call is made.call]
-        if any(made.call is frame for frame in sum_.frames) and received and not used:
+    total = residual.sum
+    x, _ = record.origin(total.operands[residual.which])
+    for made in record.returned.get(total.result, ()):
+        used = any(use.time < made.time for use in record.uses.get(total.result, ()))
+        passages = _received(x, made.shape, record)
+        received = [passage.port for passage in passages if passage.call is made.call]
+        if any(made.call is frame for frame in total.frames) and received and not used:
             return received[0], made.port, None
     return None
 
 
 def _as_branch(residual: Residual, record: ForwardRecord, drops: bool = False) -> Way | None:
     """Return ports to correct f(x), if a module returns f(x) after x passed a module; None otherwise."""
-    sum_ = residual.sum
-    x, _ = record.origin(sum_.operands[residual.which])
-    made = _maker(sum_.operands[1 - residual.which], sum_.time, record, drops)
-    if made is None or made.shape[-1:] != sum_.like.shape[-1:]:
+    total = residual.sum
+    x, _ = record.origin(total.operands[residual.which])
+    made = _maker(total.operands[1 - residual.which], total.time, record, drops)
+    if made is None or made.shape[-1:] != total.like.shape[-1:]:
         return None
     before = [passage for passage in _received(x, made.shape, record) if passage.time < made.time]
-    own = [passage.port for passage in before if passage.call is made.call]
-    if own:  # the module that returns f(x) also receives x
-        return own[0], made.port, None
+    same_call = [passage.port for passage in before if passage.call is made.call]
+    if same_call:  # the module that returns f(x) also receives x
+        return same_call[0], made.port, None
     returned = [passage for tensor in record.copies_of(x) for passage in record.returned.get(tensor, ())]
-    before += [one for one in returned if one.time < made.time and one.shape == made.shape]
+    before += [passage for passage in returned if passage.time < made.time and passage.shape == made.shape]
     if not before:
         return None
     source = max(before, key=lambda passage: passage.time)
     # the innermost call around the sum that had begun when x was read
-    scope = [frame for frame in sum_.frames if frame.serial <= source.call.serial][-1]
+    scope = [frame for frame in total.frames if frame.serial <= source.call.serial][-1]
     return source.port, made.port, scope.name
 
 
 def _received(x: Version, shape: torch.Size, record: ForwardRecord) -> list[Passage]:
     """Return the passages by which modules received a tensor, or a copy of it, in one shape."""
-    given = [one for tensor in record.copies_of(x) for one in record.received.get(tensor, ())]
+    given = [passage for tensor in record.copies_of(x) for passage in record.received.get(tensor, ())]
     return [passage for passage in given if passage.shape == shape]
 
 
@@ -270,8 +273,8 @@ def _maker(y: Version, before: int, record: ForwardRecord, drops: bool) -> Passa
     source, how, *_ = record.sources.get(y, (y, "made"))
     if how == "copy" or (how == "dropout" and drops):
         return _maker(source, before, record, drops)
-    sum_ = next((sum_ for sum_ in record.sums if sum_.result == y), None)
-    if sum_ is None or sum_.time >= before:
+    total = next((total for total in record.sums if total.result == y), None)
+    if total is None or total.time >= before:
         return None
-    parts = (_maker(part, sum_.time, record, drops) for part in sum_.operands)
-    return next((part for part in parts if part is not None), None)
+    makers = (_maker(operand, total.time, record, drops) for operand in total.operands)
+    return next((maker for maker in makers if maker is not None), None)

@@ -15,11 +15,11 @@ class _Numbers(Record):
 
 
 class LayerCertificate(_Numbers):
-    """Certificate of one λ-skip: the share of absolute token spread μ that it keeps, and the least |λ| proved.
+    """Certificate of one λ-skip: how much absolute token spread μ it keeps, and the least |λ| proved.
 
     μ(Y) = ‖Y − 1ȳᵀ‖_F is the distance of the token states Y from their mean ȳ. If a norm reads the sum, μ is
-    measured after the norm, before its gain and bias. Numbers are of the worst sequence unless stated otherwise.
-    A number is None if it is unknown or does not apply.
+    measured after the norm, before its gain and bias. Numbers are of the worst sequence unless stated
+    otherwise. A number is None if it is unknown or does not apply.
     """
 
     site: str
@@ -32,8 +32,11 @@ class LayerCertificate(_Numbers):
     absolute_spread_ratio_bound: float | None = None
     """Lower bound of the ratio at the current λ, proved for this batch."""
     min_lambda_proved: float | None = None
-    """Least |λ| from which on the ratio is proved to be at least `keep_spread` on this batch. With one λ per channel,
-    each |λ| must reach it; None if a norm reads the sum and channels differ, because no such number exists."""
+    """Least |λ| from which on the ratio is proved to be at least `keep_spread` on this batch.
+
+    With one λ per channel, each |λ| must reach it. None if a norm reads the sum and channels differ, because
+    no such number exists.
+    """
     min_lambda_proved_relative: float | None = None
     """Like ``min_lambda_proved``, but for the token spread μ/‖Y‖_F; None if a norm reads the sum."""
     mixing_share: float

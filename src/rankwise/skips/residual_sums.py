@@ -24,18 +24,15 @@ from rankwise.errors import SkipError
 from rankwise.importance.gated_passes import graph_nodes
 from rankwise.skips.hooks import Key, Port, items
 from rankwise.tracing.module_calls import ModuleCall, ModuleCalls, parameter_names
+from rankwise.tracing.torch_functions import ADDED_PRODUCTS, LINEAR_LAYERS, SUMS
+from rankwise.tracing.torch_functions import PRODUCTS as TENSOR_PRODUCTS
 
-SUMS = frozenset((torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__))
 COPIES = frozenset((
     "CloneBackward0", "ToCopyBackward0", "UnsafeViewBackward0", "CatBackward0", "StackBackward0",
     "torch::autograd::CopyBackwards",
 ))  # fmt: skip
 """Names of autograd nodes of functions that return the values of one tensor in another tensor."""
-PRODUCTS = frozenset((
-    F.linear, F.conv1d, F.conv2d, F.multi_head_attention_forward, torch.matmul, torch.mm, torch.bmm,
-    torch.addmm, torch.baddbmm, torch.einsum, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, Tensor.mm,
-    Tensor.bmm,
-))  # fmt: skip
+PRODUCTS = LINEAR_LAYERS | TENSOR_PRODUCTS | ADDED_PRODUCTS | {torch.einsum, F.multi_head_attention_forward}
 """Matrix products, by which a linear layer is distinguished from a norm."""
 
 Version = tuple[int, int]
@@ -115,8 +112,8 @@ class ForwardRecord:
     def enter(self, call: ModuleCall) -> None:
         """Record the tensors in the arguments of a module call."""
         time, names = self.tick(), parameter_names(call.module)
-        for at, value in enumerate(call.args):
-            self._pass(self.received, time, call, value, (names[at] if at < len(names) else None, at))
+        for i, value in enumerate(call.args):
+            self._pass(self.received, time, call, value, (names[i] if i < len(names) else None, i))
         for name, value in call.kwargs.items():
             self._pass(self.received, time, call, value, (name, names.index(name) if name in names else None))
 
@@ -140,11 +137,11 @@ class ForwardRecord:
 
     def same_numbers(self, tensor: Version) -> list[Version]:
         """Return a tensor with its copies and dropout outputs, which are equal in evaluation mode."""
-        found = [tensor]
+        equal = [tensor]
         for made, (source, *_) in self.sources.items():
-            if source in found:
-                found.append(made)
-        return found
+            if source in equal:
+                equal.append(made)
+        return equal
 
     def copies_of(self, origin: Version) -> list[Version]:
         """Return a tensor and its copies, without outputs of dropout."""
@@ -202,10 +199,13 @@ class SumRecorder(TorchFunctionMode):
         out = func(*args, **kwargs)
         name = None if pair is None else self._names.next()
         if edges is not None and isinstance(out, Tensor) and out.requires_grad:
-            time, known = record.tick(), (versions[id(pair[0])], versions[id(pair[1])])
-            origins = tuple(record.origin(*operand)[1] for operand in zip(known, edges, strict=True))
-            made, edge, frames = version(out), get_gradient_edge(out), tuple(self._running)
-            record.sums.append(Sum(name, time, known, edges, origins, made, edge, out.detach(), frames))
+            before = versions[id(pair[0])], versions[id(pair[1])]
+            origins = tuple(record.origin(*operand)[1] for operand in zip(before, edges, strict=True))
+            total = Sum(
+                name, record.tick(), before, edges, origins, result=version(out), out=get_gradient_edge(out),
+                like=out.detach(), frames=tuple(self._running),
+            )  # fmt: skip
+            record.sums.append(total)
         self._used(func, given, versions, out, name)
         return out
 
@@ -213,8 +213,8 @@ class SumRecorder(TorchFunctionMode):
     def _used(self, func, given, versions, out, name):
         record, made = self._record, floating(out if isinstance(out, tuple | list) else (out,))
         record.alive.extend(made)
-        known = set(versions.values())
-        fresh = [tensor for tensor in made if version(tensor) not in known]
+        inputs = set(versions.values())
+        fresh = [tensor for tensor in made if version(tensor) not in inputs]
         if not any(tensor.requires_grad for tensor in fresh):
             return
         source = source_of(given, fresh[0]) if len(fresh) == 1 else None
@@ -226,7 +226,7 @@ class SumRecorder(TorchFunctionMode):
             function=getattr(func, "__name__", str(func)),
             numbers=0 if func in PRODUCTS else max(tensor.numel() for tensor in fresh),
         )  # fmt: skip
-        for tensor in known:
+        for tensor in inputs:
             record.uses.setdefault(tensor, []).append(use)
 
     def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
@@ -278,7 +278,9 @@ def operands(func, args, kwargs):
 def source_of(given, made):
     """Return the tensor of which `made` is a copy, cast or view with all values; None if there is none."""
     node, behind = made.grad_fn, set()
-    while node is not None and node.name() in COPIES and not any(one for one, _ in node.next_functions[:-1]):
+    while (
+        node is not None and node.name() in COPIES and not any(other for other, _ in node.next_functions[:-1])
+    ):
         node = node.next_functions[-1][0]
         behind.add(node)
     for source in given:
@@ -320,7 +322,8 @@ def find_residuals(model: nn.Module, example: Batch) -> tuple[list[Residual], Fo
     def learning(tensor: Tensor) -> Tensor:
         return tensor.detach().clone().requires_grad_().clone() if tensor.is_floating_point() else tensor
 
-    frozen = [one for one in model.parameters() if one.is_floating_point() and not one.requires_grad]
+    floats = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
+    frozen = [parameter for parameter in floats if not parameter.requires_grad]
     try:
         for parameter in frozen:
             parameter.requires_grad_(True)
@@ -336,54 +339,55 @@ def find_residuals(model: nn.Module, example: Batch) -> tuple[list[Residual], Fo
     finally:
         for parameter in frozen:
             parameter.requires_grad_(False)
-    found = [one for sum_ in record.sums if (one := _residual(sum_, record.sums)) is not None]
+    candidates = (_residual(total, record.sums) for total in record.sums)
+    residuals = [residual for residual in candidates if residual is not None]
     if any(bool(tensor.isnan().any()) for tensor in floating(tensors_in(output))):  # infinity may be a mask
         raise _not_finite("the output of the model")
     dropped: set[SumName] = set()
-    for outer in found:
+    for outer in residuals:
         x, branch = outer.sum.origins[outer.which], outer.sum.edges[1 - outer.which]
         between = graph_nodes(branch.node, around=x.node)
         inside = [
             inner.sum
-            for inner in found
+            for inner in residuals
             if inner is not outer and inner.sum.out.node in between
             if x.node in graph_nodes(inner.sum.out.node)
         ]
-        dropped.update(sum_.name for sum_ in ([outer.sum] if len(inside) > 1 else inside))
-    return [residual for residual in found if residual.sum.name not in dropped], record
+        dropped.update(total.name for total in ([outer.sum] if len(inside) > 1 else inside))
+    return [residual for residual in residuals if residual.sum.name not in dropped], record
 
 
-def _residual(sum_: Sum, sums: Sequence[Sum]) -> Residual | None:
+def _residual(total: Sum, sums: Sequence[Sum]) -> Residual | None:
     """Return a sum as a residual connection if f mixes tokens of x or of an earlier sum; None otherwise."""
-    sides = [(which, sum_.origins[which], sum_.edges[1 - which]) for which in (0, 1)]
+    sides = [(which, total.origins[which], total.edges[1 - which]) for which in (0, 1)]
     sides = [(which, x, y) for which, x, y in sides if x.node is not y.node and x.node in graph_nodes(y.node)]
-    if sides and not bool(sum_.like.isfinite().all()):
-        raise _not_finite(f"a sum x + f(x) in {sum_.name[0] or 'the model itself'}")
+    if sides and not bool(total.like.isfinite().all()):
+        raise _not_finite(f"a sum x + f(x) in {total.name[0] or 'the model itself'}")
     for which, x, y in sides:
-        axis = _mixed_axis(y, x, sum_, sum_.edges[which])
+        axis = _mixed_axis(y, x, total, total.edges[which])
         if axis is not None:
-            return Residual(sum_, which, axis)
+            return Residual(total, which, axis)
     for which, x, y in sides:
         around = graph_nodes(y.node, around=x.node)
-        earlier = [other for other in sums if other.time < sum_.time and other.out.node in around]
+        earlier = [other for other in sums if other.time < total.time and other.out.node in around]
         others = [other for other in earlier if x.node not in graph_nodes(other.out.node)]
-        axis = _mixed_axis(y, others[-1].out, sum_) if others else None
+        axis = _mixed_axis(y, others[-1].out, total) if others else None
         if axis is not None:
-            return Residual(sum_, which, axis)
+            return Residual(total, which, axis)
     return None
 
 
 def _mixed_axis(
-    y: GradientEdge, x: GradientEdge, sum_: Sum, operand: GradientEdge | None = None
+    y: GradientEdge, x: GradientEdge, total: Sum, operand: GradientEdge | None = None
 ) -> int | None:
     """Return the axis along which the last or first token of y depends on several tokens of x, or None.
 
     The axis is that of a copy of x, if `operand` is one.
     """
-    like = sum_.like
-    for at in (-1, 0):
+    like = total.like
+    for token in (-1, 0):
         weights = torch.zeros_like(like)  # unequal weights: with equal ones, entries may cancel
-        weights[(at,) * (like.dim() - 1)] = torch.linspace(0.5, 1.5, like.shape[-1]).cos().to(like)
+        weights[(token,) * (like.dim() - 1)] = torch.linspace(0.5, 1.5, like.shape[-1]).cos().to(like)
         try:
             (gradient,) = torch.autograd.grad([y], [x], [weights], retain_graph=True, allow_unused=True)
         except RuntimeError:  # a state that was changed in place has no derivative
@@ -391,7 +395,7 @@ def _mixed_axis(
         if gradient is None:
             continue
         if bool(gradient.isnan().any()):
-            block = sum_.name[0] or "the model itself"
+            block = total.name[0] or "the model itself"
             raise _not_finite(f"the derivative of an f in x + f(x) in {block}")
         if operand is not None and operand.node is not x.node:  # a view may have its axes in another order
             weights = torch.zeros_like(like, requires_grad=True)

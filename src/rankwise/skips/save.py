@@ -172,15 +172,11 @@ def _unwrapped(model: nn.Module) -> nn.Module:
     # λ that were added to a model around this one have longer names
     if not changed and all(map(str.endswith, sites, [f".{name}" for name in _names(model)])):
         return model
-    subject, expected = f"model {type(model).__name__}", "the model that λ was added to, or a wrapper"
-    got = "FSDP1" if flat else "one with an adapter" if changed else "one with other names of modules"
-    fix = "Save it before it is wrapped; merge adapters (`model.merge_and_unload()`), or take FSDP2."
-    if len(set(sites)) < len(sites):
-        got, fix = "several models with λ", "Pass one of them."
-        unique = list(dict.fromkeys(sites))
-        if inner := [name for name, module in model.named_modules() if _names(module) == unique]:
-            fix = f"Pass one of them, such as `model.get_submodule({inner[-1]!r})`."
-    raise SkipError(subject, expected=expected, got=got, fix=fix)
+    raise SkipError(
+        f"model {type(model).__name__}", expected="the model that λ was added to, or a wrapper",
+        got="FSDP1" if flat else "one with an adapter" if changed else "several, or other names of modules",
+        fix="Save one model, unwrapped; merge adapters (`model.merge_and_unload()`), or take FSDP2.",
+    )  # fmt: skip
 
 
 def _names(model: nn.Module) -> list[str]:
