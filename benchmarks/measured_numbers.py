@@ -44,7 +44,7 @@ def measure(subject: str, minilm: Path | None, out: Path) -> None:
         keep("compared importance", rw.compare(*parts))
     if subject in ("demo", "faults"):
         model.unused = None  # what the model never calls cannot be initialized anew
-        keep("baseline", rw.audit(model, batches, baseline=2))
+        keep("at_init", rw.audit(model, batches, at_init=2))
     if subject == "demo":
         mean = rw.importance.ImportanceSettings(ablation="mean")
         keep("importance by means", rw.audit(model, batches[:1], importance=mean))

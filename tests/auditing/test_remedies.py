@@ -15,7 +15,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 import rankwise as rw
-from rankwise.auditing import RULES, Finding, Provenance, remedy_text
+from rankwise.auditing import FINDING_RULES, Finding, Provenance, remedy_text
 from rankwise.auditing.remedies import COMMANDS, LINEAR
 from rankwise.cli import app
 from rankwise.compression import Compression
@@ -441,7 +441,7 @@ def test_the_remedy_of_a_factory_ends_the_advice(folder: Path) -> None:
 
 
 def test_there_is_a_case_for_every_code() -> None:
-    assert {case.split()[0] for case in CASES} == set(RULES)
+    assert {case.split()[0] for case in CASES} == set(FINDING_RULES)
 
 
 def test_the_remedy_for_an_uncaptured_module_captures_it() -> None:

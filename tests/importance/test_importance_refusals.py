@@ -146,8 +146,8 @@ def test_gradient_checkpointing_in_training_is_refused_by_its_name(reentrant):
         measure(model.train(), batches, CHEAP)
     assert "unquantized" not in str(refused.value)
     found = measure(model.eval(), batches, CHEAP)
-    assert [site.gradient.tolist() for site in found.sites] == [
-        site.gradient.tolist() for site in wanted.sites
+    assert [site.estimate.tolist() for site in found.sites] == [
+        site.estimate.tolist() for site in wanted.sites
     ]
 
 

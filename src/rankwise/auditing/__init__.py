@@ -9,9 +9,9 @@ from rankwise._internals.lazy import lazy_names
 
 if TYPE_CHECKING:
     from rankwise.auditing.comparison import Comparison
-    from rankwise.auditing.findings import RULES, check_codes
-    from rankwise.auditing.history import History, compare, in_order
-    from rankwise.auditing.initialization import BaselineSettings, InitializationError, reinitialized
+    from rankwise.auditing.findings import FINDING_RULES
+    from rankwise.auditing.history import History, compare, sort_by_step
+    from rankwise.auditing.initialization import AtInitSettings, InitializationError, reinitialized
     from rankwise.auditing.records import (
         AttentionMap,
         Finding,
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from rankwise.auditing.text_inputs import text_batches
 
 __all__ = [
-    "RULES",
+    "FINDING_RULES",
+    "AtInitSettings",
     "AttentionMap",
     "Audit",
     "AuditError",
     "AuditSettings",
-    "BaselineSettings",
     "Comparison",
     "Finding",
     "HeadRecord",
@@ -44,11 +44,10 @@ __all__ = [
     "StateRecord",
     "UncapturedModule",
     "audit",
-    "check_codes",
     "compare",
-    "in_order",
     "reinitialized",
     "remedy_text",
+    "sort_by_step",
     "text_batches",
 ]
 
