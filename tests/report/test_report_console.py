@@ -326,7 +326,7 @@ def test_the_verdict_and_at_most_three_actions_come_first(kind: str) -> None:
 
 def test_printed_commands_are_whole_on_a_narrow_console_and_inside_jupyter(monkeypatch) -> None:
     document = audit_document(records.encoder())
-    actions = ("rankwise skip sample --text book.txt --out sample-skips", f"see `{'long ' * 20}code`")
+    actions = ("`rankwise skip sample --text book.txt --out sample-skips`", f"see `{'long ' * 20}code`")
     document = replace(document, verdict=document.verdict.model_copy(update={"actions": actions}))
     text = document_text(document, width=40)
     assert {f"→ {action}" for action in actions} <= {*text.splitlines()}
