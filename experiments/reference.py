@@ -12,8 +12,8 @@ from rankwise.auditing import findings, tables
 from rankwise.auditing.measure_table import HEAD_MEASURES, STATE_MEASURES, Measure
 from rankwise.cli import app
 
-FUNCTIONS = {*measures.__all__} - {"coding_rate"}
-"""Functions with the names of measures; `coding_rate` is another number for token states than for heads."""
+FUNCTIONS = {*measures.__all__}
+"""Functions with the names of measures."""
 
 COLUMNS = {
     "place and kind": "stack site layer head kind mask cross call",

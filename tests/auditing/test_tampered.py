@@ -130,7 +130,7 @@ def test_too_large_a_grid_of_heads_is_refused_by_the_page_alone(tmp_path: Path) 
 def test_unknown_memberships_and_coding_rates_are_left_out(tmp_path: Path) -> None:
     content = copy.deepcopy(ORIGINALS["memberships"])
     for record in content["heads"]:
-        record["membership_map"][0] = record["coding_rate"] = None
+        record["membership_map"][0] = record["variational_rate"] = None
     audit = loaded(content, tmp_path)
     shown = shown_everywhere(audit, audit, tmp_path)
     assert re.search(r"the scale ends at 0\.\d\d<", shown)

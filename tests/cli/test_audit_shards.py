@@ -14,7 +14,7 @@ from rankwise.errors import InputError, RankwiseError
 
 Run = Callable[..., Result]
 DATA = ("--text", "text.txt", "--tokens", 16, "--batch-size", 2, "--sequences", 5)
-NAMED = {"sources", "data", "advised", "forward"}
+NAMED = {"file_digests", "data", "skips_examined", "forward"}
 """Fields that differ: digests, absolute paths, λ (not recommended by shards), and the number of passes."""
 
 

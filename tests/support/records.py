@@ -406,7 +406,7 @@ def memberships() -> Audit:
         made = grid(3, 4, 7, stack + ".{}.mixer", stack=stack, kind="diagonal", tokens=float(tokens))
         for one in made:
             share = [float(x) for x in rng.uniform(0, 0.5, tokens)]
-            known = {"membership": 0.25, "coding_rate": 0.02, "one_hot_rank": math.nan, "mask": "other"}
+            known = {"membership": 0.25, "variational_rate": 0.02, "one_hot_rank": math.nan, "mask": "other"}
             known |= {"membership_map": share, "membership_grid": patches}
             heads.append(one.model_copy(update=known))
     states = random_states(3, stack="text") + random_states(3, 2, stack="picture")

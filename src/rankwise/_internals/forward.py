@@ -82,19 +82,8 @@ def batch_errors(
             subject,
             expected=f"a batch that {type(model).__name__} runs on",
             got=f"{type(error).__name__}: {first_line(error)}",
-            fix=(tower_hint(model, batch, error) or TRACEBACK) if fix is None else fix(model, batch, error),
+            fix=TRACEBACK if fix is None else fix(model, batch, error),
         ) from error
-
-
-def tower_hint(model: nn.Module, batch: Any, error: Exception) -> str:
-    """Return the fix if a model of texts and images, such as CLIP, gets only one of them; "" otherwise."""
-    towers = {"input_ids": "text_model", "pixel_values": "vision_model"}
-    given = [tower for name, tower in towers.items() if name in tensors_of(batch)]
-    missing = isinstance(error, AttributeError | TypeError | ValueError) and len(given) == 1
-    if not missing or not all(hasattr(model, tower) for tower in towers.values()):
-        return ""
-    alone = f"pass `model.{given[0]}`, which reads this data alone, to a command as module.py:function"
-    return f"It reads texts and images together: add the other input, or {alone}."
 
 
 def out_of_memory(error: BaseException | None) -> bool:
@@ -298,15 +287,15 @@ def drop_unused_labels(model: nn.Module, batch: Any) -> tuple[Any, str]:
         >>> drop_unused_labels(torch.nn.Linear(2, 2), [torch.ones(1, 2), torch.tensor([0])])
         ([tensor([[1., 1.]])], 'labels left out of the batches: the second of two items')
     """
-    names, parameters = argument_names(model), _parameters(model)
-    if isinstance(batch, Mapping) and not any(one.kind is one.VAR_KEYWORD for one in parameters):
+    names, kinds = argument_names(model), {parameter.kind for parameter in _parameters(model)}
+    if isinstance(batch, Mapping) and inspect.Parameter.VAR_KEYWORD not in kinds:
         extra = [key for key in batch if key not in names and (key in LABELS or not tensors_in(batch[key]))]
         if extra:
             kept = {key: value for key, value in batch.items() if key not in extra}
             return kept, f"left out of the batches, for the model does not take them: {', '.join(extra)}"
     if isinstance(batch, tuple | list) and len(batch) == 2 and _one_label_each(*batch):
-        more = any(one.kind is one.VAR_POSITIONAL for one in parameters)
-        if (len(_positional(model)) == 1 and not more) or second_argument(model):
+        single = len(_positional(model)) == 1 and inspect.Parameter.VAR_POSITIONAL not in kinds
+        if single or second_argument(model):
             return batch[:1], "labels left out of the batches: the second of two items"
     return batch, ""
 
@@ -318,18 +307,18 @@ def _parameters(model: nn.Module) -> list[inspect.Parameter]:
 def argument_names(model: nn.Module) -> list[str]:
     """Return the names by which ``forward`` accepts arguments, without ``**kwargs``."""
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return [one.name for one in _parameters(model) if one.kind in kinds]
+    return [parameter.name for parameter in _parameters(model) if parameter.kind in kinds]
 
 
 def _positional(model: nn.Module) -> list[inspect.Parameter]:
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [one for one in _parameters(model) if one.kind in kinds]
+    return [parameter for parameter in _parameters(model) if parameter.kind in kinds]
 
 
 def label_position(model: nn.Module) -> int | None:
     """Return the position of the labels among the arguments of ``forward``; None if it takes none."""
     names = [parameter.name for parameter in _positional(model)]
-    return next((at for at, name in enumerate(names) if at and name in LABELS), None)
+    return next((position for position, name in enumerate(names) if position and name in LABELS), None)
 
 
 def _takes_dict(model: nn.Module, batch: Mapping[str, Any]) -> bool:

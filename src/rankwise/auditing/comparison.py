@@ -145,9 +145,9 @@ class Comparison(Record):
 
     def __repr__(self) -> str:
         counts = Counter(change.outcome for change in self.findings)
-        found = ", ".join(f"{counts[outcome]} {outcome}" for outcome in OUTCOMES if counts[outcome])
+        outcomes = ", ".join(f"{counts[outcome]} {outcome}" for outcome in OUTCOMES if counts[outcome])
         names = f"{self.before.model!r} → {self.after.model!r}"
-        return f"Comparison({names}: {len(self.changes)} changes; findings: {found or 'none'})"
+        return f"Comparison({names}: {len(self.changes)} changes; findings: {outcomes or 'none'})"
 
 
 def compare_two(before: Audit, after: Audit) -> Comparison:
@@ -209,7 +209,7 @@ def _matched(
             return stacks.get(record.stack, record.stack), *(getattr(record, name) for name in fields.split())
 
         groups = grouped(records, key)
-        return {(key, at): record for key, group in groups.items() for at, record in enumerate(group)}
+        return {(key, number): record for key, group in groups.items() for number, record in enumerate(group)}
 
     ours, theirs = by_fields(first, stacks), by_fields(second, {})
     both = [(ours[key], theirs[key]) for key in ours if key in theirs]
@@ -229,13 +229,13 @@ def _changes(
     rounding = eps * math.sqrt(abs(after.tokens * (depth + 1)))
     for measure in measures:
         old, new = getattr(before, measure.name), getattr(after, measure.name)
-        known = [math.isfinite(value) for value in (old, new)]
-        if old == new or not any(known):
+        finite = [math.isfinite(value) for value in (old, new)]
+        if old == new or not any(finite):
             continue
         spans = [span for record in (before, after) if (span := measure.span(record)) > 0]  # NaN > 0 is False
         scale = cost_range if measure.name == COST else max(spans, default=max(abs(old), abs(new)))
-        change = new - old if all(known) else math.nan
-        size = min(abs(change) / scale, 1.0) if all(known) else 1.0
+        change = new - old if all(finite) else math.nan
+        size = min(abs(change) / scale, 1.0) if all(finite) else 1.0
         size = 0.0 if size <= rounding else size
         yield Change(where=after.id, measure=measure.name, before=old, after=new, change=change, size=size)
 
@@ -245,16 +245,16 @@ def layer_means(audit: Audit) -> dict[LayerKey, tuple[float, float]]:
 
     For heads, both are means over the heads of the layer.
     """
-    found: dict[LayerKey, tuple[float, float]] = {}
+    means: dict[LayerKey, tuple[float, float]] = {}
     for layer, heads in grouped(audit.heads, attrgetter("stack", "layer", "cross")).items():
         for measure in HEAD_MEASURES:
             values, deviations = ([of(measure, head) for head in heads] for of in (HeadMeasure.value, _std))
-            found[LayerKey("heads", *layer, measure.name)] = mean(values), mean(deviations)
+            means[LayerKey("heads", *layer, measure.name)] = mean(values), mean(deviations)
     for state in audit.states:
         for of_states in STATE_MEASURES:
             key = LayerKey("states", state.stack, state.blocks, False, of_states.name)
-            found[key] = of_states.value(state), _std(of_states, state)
-    return {key: pair for key, pair in found.items() if math.isfinite(pair[0])}
+            means[key] = of_states.value(state), _std(of_states, state)
+    return {key: pair for key, pair in means.items() if math.isfinite(pair[0])}
 
 
 def _std(measure: AnyMeasure, record: HeadRecord | StateRecord) -> float:
@@ -291,9 +291,11 @@ def _totals(before: Audit, after: Audit) -> list[Total]:
         numbers["token spread at the end"].append(mean(state.spread for state in last))
         numbers["effective rank of the last states"].append(mean(state.effective_rank for state in last))
         numbers["findings"].append(len(audit.findings))
-    known = [audit.importance for audit in (before, after) if math.isfinite(audit.loss) and audit.importance]
-    if len(known) == 2 and known[0].quantity == known[1].quantity:
-        numbers[f"{LOSS}{known[0].unit}"] = [before.loss, after.loss]
+    measured = [
+        audit.importance for audit in (before, after) if math.isfinite(audit.loss) and audit.importance
+    ]
+    if len(measured) == 2 and measured[0].quantity == measured[1].quantity:
+        numbers[f"{LOSS}{measured[0].unit}"] = [before.loss, after.loss]
     return [Total(name=name, before=old, after=new) for name, (old, new) in numbers.items()]
 
 
@@ -313,9 +315,9 @@ def _structure(before: Audit, after: Audit, stacks: Mapping[str, str]) -> Iterat
         for words, (fact, consequence) in _FACTS.items():
             pairs = Counter((fact(old[layer]), fact(new[layer])) for layer in both)
             unlike = [
-                f"{one} before, {other} after ({'all' if number == len(both) else number} layers)"
-                for (one, other), number in pairs.items()
-                if one != other
+                f"{old_fact} before, {new_fact} after ({'all' if number == len(both) else number} layers)"
+                for (old_fact, new_fact), number in pairs.items()
+                if old_fact != new_fact
             ]
             if unlike:
                 yield f"{words}{place}: {'; '.join(unlike)}.{consequence}"
@@ -325,9 +327,9 @@ def _structure(before: Audit, after: Audit, stacks: Mapping[str, str]) -> Iterat
         )
         if widths and other_widths and widths != other_widths:
             yield f"Width of the token states{place}: {widths} before, {other_widths} after."
-    for name, audit, known in (("before", before, stacks.keys()), ("after", after, stacks.values())):
+    for name, audit, compared in (("before", before, stacks.keys()), ("after", after, stacks.values())):
         for stack in _stacks(audit):
-            if stack not in known:
+            if stack not in compared:
                 yield f"The stack {stack or 'model'!r} is only in the audit {name}."
 
 
@@ -341,7 +343,7 @@ _FACTS: dict[str, tuple[Callable[[Sequence[HeadRecord]], str], str]] = {
 
 _PROVENANCE = {
     "delta": ("δ differs", "Numerical ranks use different thresholds."),
-    "rank_method": ("The method of ranks differs", "Some changes may be errors of estimates."),
+    "rank_method": ("The method differs", "Some changes may be errors of estimates."),
     "measure_dtype": ("The dtype of the measures differs", "Some changes may be rounding."),
     "data": ("The data differ", "Some changes may come from the data."),
     "sequences": ("The sequences differ", "The means are over different numbers of sequences."),
@@ -359,9 +361,9 @@ def _warnings(
     Reasons that concern costs and measures at initialization are left out.
     """
     for field, (subject, consequence) in _PROVENANCE.items():
-        one, other = (getattr(audit.provenance, field) for audit in (before, after))
-        if one != other:
-            yield f"{subject}: {one or 'unknown'} before, {other or 'unknown'} after. {consequence}"
+        old_value, new_value = (getattr(audit.provenance, field) for audit in (before, after))
+        if old_value != new_value:
+            yield f"{subject}: {old_value or 'unknown'} before, {new_value or 'unknown'} after. {consequence}"
     pairs: list[tuple[HeadRecord | StateRecord, HeadRecord | StateRecord]] = [*heads, *states]
     old, new = (mean(pair[side].tokens for pair in pairs) for side in (0, 1))
     if old != new and math.isfinite(old) and math.isfinite(new):
@@ -398,19 +400,19 @@ def _cost_differences(before: Audit, after: Audit) -> list[str]:
     both = [audit.importance for audit in (before, after) if audit.importance is not None]
     origins = [cost_origin(audit) for audit in (before, after)]
     facts: dict[str, list[str]] = {
-        "The loss of importance differs:": [one.quantity for one in both],
-        "The replacement of removed heads differs:": [one.ablation for one in both],
+        "The loss of importance differs:": [record.quantity for record in both],
+        "The replacement of removed heads differs:": [record.ablation for record in both],
         "Costs of removal are": origins,
     }
     pairs = {words: pair for words, pair in facts.items() if len(set(pair)) == 2}
-    found = [f"{words} {one} before, {two} after." for words, (one, two) in pairs.items()]
+    differences = [f"{words} {old} before, {new} after." for words, (old, new) in pairs.items()]
     if any(origins) and not all(origins):
         name = "before" if origins[0] else "after"
-        found = [f"Only the audit {name} measured importance; the other cannot name removable heads."]
-    return [f"{words} Changes leave out costs of removal." for words in found]
+        differences = [f"Only the audit {name} measured importance; the other cannot name removable heads."]
+    return [f"{words} Changes leave out costs of removal." for words in differences]
 
 
 def cost_origin(audit: Audit) -> str:
     """Return how costs of removal were computed: exact, estimated or both; "" without costs."""
-    known = [head.importance for head in audit.heads if head.importance is not None]
-    return " and ".join(sorted({cost.method for cost in known if math.isfinite(cost.cost)}))
+    importances = [head.importance for head in audit.heads if head.importance is not None]
+    return " and ".join(sorted({cost.method for cost in importances if math.isfinite(cost.cost)}))

@@ -155,12 +155,18 @@ class TokenNames:
     def peaks(
         self, site: "CapturedMixer", batch: "Batch | None", columns: Sequence[Sequence[int]]
     ) -> list[list[list[str]]]:
-        """Return names of tokens at ``columns`` by sequence and head: padding is skipped, −1 is []."""
+        """Return the names of the token in ``columns`` for each sequence and head; [] for column −1.
+
+        Columns are counted without padding.
+        """
         _, read = token_ids(site, batch)
         real = [valid.nonzero()[:, 0] for valid in site.valid_sources.cpu()]
-        ids = [None if read is None else read.ids.cpu()[at][places] for at, places in enumerate(real)]
+        ids = [None if read is None else read.ids.cpu()[row][places] for row, places in enumerate(real)]
         return [
-            [[] if at < 0 else peak_name(self, ids[number], at, len(real[number])) for at in heads]
+            [
+                [] if column < 0 else peak_name(self, ids[number], column, len(real[number]))
+                for column in heads
+            ]
             for number, heads in enumerate(columns)
         ]
 
@@ -169,28 +175,28 @@ def token_ids(site: "CapturedMixer", batch: "Batch | None") -> "tuple[TokenIds |
     """Return the token ids of rows and of columns of a mixing matrix; None if no input has their shape."""
     from rankwise._internals.forward import tensors_of
 
-    found = {
+    inputs = {
         name: TokenIds(name, tensor)
         for name, tensor in ({} if batch is None else tensors_of(batch)).items()
         if tensor.dim() == 2 and str(tensor.dtype) in ("torch.int64", "torch.int32")
     }
-    if READ not in found and "0" in found:  # batch is a tensor or a tuple: the first item holds the ids
-        found[READ] = TokenIds(READ, found["0"].ids)
-    written = found.get(WRITTEN) if site.cross or "decoder" in site.stack else None
-    rows = written or found.get(READ)
-    columns = found.get(READ) if site.cross else rows
+    if READ not in inputs and "0" in inputs:  # batch is a tensor or a tuple: the first item holds the ids
+        inputs[READ] = TokenIds(READ, inputs["0"].ids)
+    written = inputs.get(WRITTEN) if site.cross or "decoder" in site.stack else None
+    rows = written or inputs.get(READ)
+    columns = inputs.get(READ) if site.cross else rows
     fits_rows = rows is not None and rows.ids.shape == site.valid_tokens.shape
     fits_columns = columns is not None and columns.ids.shape == site.valid_sources.shape
     return rows if fits_rows else None, columns if fits_columns else None
 
 
-def peak_name(names: TokenNames, ids: "Tensor | None", at: int, sources: int) -> list[str]:
-    """Return three names of the token in column ``at``: text and position, position alone, text alone.
+def peak_name(names: TokenNames, ids: "Tensor | None", column: int, sources: int) -> list[str]:
+    """Return three names of the token in ``column``: text and position, position alone, text alone.
 
     ``ids`` are the token ids of the columns without padding, None if unknown; ``sources`` counts the columns.
     """
-    place = {0: "the first token", sources - 1: "the last token"}.get(at, f"token {at}")
-    text = f"token {at}" if ids is None else names.text(int(ids[at]))
+    place = {0: "the first token", sources - 1: "the last token"}.get(column, f"token {column}")
+    text = f"token {column}" if ids is None else names.text(int(ids[column]))
     both = place if ids is None else f"{text}, {place}"
     return [both, place, text]
 

@@ -137,10 +137,10 @@ def _over_windows(values: Floats, real: NDArray[np.bool_], *, complete: bool) ->
     windows with tokens.
     """
     values = values.reshape(*real.shape, *values.shape[1:])
-    known = ~np.isnan(values)
-    count = known.sum(1)
+    finite = ~np.isnan(values)
+    count = finite.sum(1)
     required = np.maximum(real.sum(1) if complete else 1, 1).reshape(-1, *[1] * (count.ndim - 1))
-    mean = np.where(known, values, 0.0).sum(1) / np.maximum(count, 1)
+    mean = np.where(finite, values, 0.0).sum(1) / np.maximum(count, 1)
     return np.where(count < required, np.nan, mean)
 
 
@@ -216,7 +216,8 @@ def _measure(
     values = measures.compute_measures({*FUNCTIONS.values(), "head_distance", "max_token_index"}, formed)
     fields: dict[str, Any] = {
         "tokens": tokens, "sources": sources, "full_rank": min(tokens, sources),
-        "rank_low": numerical.low, "rank_high": numerical.high, "membership": membership, "coding_rate": rate,
+        "rank_low": numerical.low, "rank_high": numerical.high, "membership": membership,
+        "variational_rate": rate,
         **{name: estimate.value for name, estimate in estimates.items()},
         **{name: values[function] for name, function in FUNCTIONS.items()},
     }  # fmt: skip

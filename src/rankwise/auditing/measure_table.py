@@ -282,7 +282,7 @@ class HeadMeasures(Record):
         kinds=("diagonal",), drawn=False,
         meaning="Mean membership of tokens in the head. If it is 1/H in all heads, it shows no grouping.",
     )] = math.nan
-    coding_rate: Annotated[Number, HeadMeasure(
+    variational_rate: Annotated[Number, HeadMeasure(
         title="Coding rate", symbol="R_c^var", formula="½ (n_h/n) Σ_k log(1 + m_hk), for TSSA; else NaN",
         range=POSITIVE._replace(text="[0, ∞) nats"), low="each group is near few axes of its head",
         high="the groups fill their heads", digits=2, cost="O(T K)", console="R_c^var", summed=True,
@@ -351,8 +351,8 @@ def _rows(of: type[Record], kind: type[M]) -> tuple[M, ...]:
     """Return the rows of a table, with the names of fields filled in."""
     return tuple(
         replace(row, name=name)
-        for name, known in of.model_fields.items()
-        for row in known.metadata
+        for name, field in of.model_fields.items()
+        for row in field.metadata
         if isinstance(row, kind)
     )
 

@@ -224,7 +224,7 @@ def joined_uncaptured(
 
 def _joined(texts: Sequence[str], by: str) -> str:
     """Join the distinct parts of texts; texts of merged audits already consist of parts joined by ``by``."""
-    return by.join(_distinct(part for text in texts for part in text.split(by)))
+    return by.join(_distinct(text_part for text in texts for text_part in text.split(by)))
 
 
 def _distinct(values: Iterable[str]) -> list[str]:

@@ -27,7 +27,7 @@ SEVERITIES: dict[Severity, tuple[str, str]] = {
     "info": ("note", "notes"),
 }
 """Severities of findings, the most severe first, with their names in singular and plural."""
-SEVERITY_ORDER = {severity: at for at, severity in enumerate(SEVERITIES)}
+SEVERITY_ORDER = {severity: order for order, severity in enumerate(SEVERITIES)}
 PEAK_MASS = 0.5
 """Smallest mean attention weight at which a token is named as the peak: no other token has more weight. If
 each row attends to the previous token, the largest mean weight is only about 1/S."""

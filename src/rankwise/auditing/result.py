@@ -128,13 +128,13 @@ class Audit(SavedRecord):
     def from_statistics(cls, statistics: AuditStatistics) -> "Audit":
         """Return the audit with records and findings computed from statistics."""
         about, measured = statistics.provenance, statistics.importance
-        known: dict[Address, dict[str, Any]] = defaultdict(dict)
+        fields_of_heads: dict[Address, dict[str, Any]] = defaultdict(dict)
         for address, head in (measured.heads if measured is not None else {}).items():
-            known[address] |= {"importance": head, "removal_cost": head.cost}
+            fields_of_heads[address] |= {"importance": head, "removal_cost": head.cost}
         copies = list(statistics.copies.values())
         for address, fields in (heads_at_init(statistics, copies) if copies else {}).items():
-            known[address] |= fields
-        heads = statistics.head_records(known, about.merged_audits)
+            fields_of_heads[address] |= fields
+        heads = statistics.head_records(fields_of_heads, about.merged_audits)
         initial = states_at_init(copies)
         states = [
             states.to_record().model_copy(update={"at_init": initial.get(address)})
@@ -190,15 +190,15 @@ class Audit(SavedRecord):
         subject = ", ".join(f"{name} {value!r}" for name, value in asked.items() if value is not None)
         left = self.heads
         for name in ("stack", "layer", "site", "head"):
-            known = dict.fromkeys(getattr(record, name) for record in left)
+            values = dict.fromkeys(getattr(record, name) for record in left)
             if asked[name] is not None:
                 left = [record for record in left if getattr(record, name) == asked[name]]
             if not left:
                 got = f"no {name} {asked[name]!r}"
-                raise InputError(subject, expected="a head of this audit", got=got, fix=_known(list(known)))
+                raise InputError(subject, expected="a head of this audit", got=got, fix=_known(list(values)))
         if len(left) > 1:
             names = {by: [*dict.fromkeys(getattr(record, by) for record in left)] for by in ("stack", "site")}
-            by = next((by for by, found in names.items() if len(found) > 1), "")
+            by = next((by for by, names_of_heads in names.items() if len(names_of_heads) > 1), "")
             listed = ", ".join(f"{by}={name!r}" for name in names.get(by, [])[:_MOST_NAMES])
             fix = f"Say which: {listed}." if by else "Its module runs several times: filter `audit.heads`."
             raise InputError(subject, expected="one head", got=f"{len(left)}", fix=fix)
@@ -267,9 +267,9 @@ def _check_mergeable(audits: Sequence[Audit], names: Sequence[str]) -> None:
         check_same(field, values, subject=subject)
 
 
-def _known(known: list[int] | list[str]) -> str:
-    if not known:
+def _known(values: list[int] | list[str]) -> str:
+    if not values:
         return "It has no heads: no mixing operator was captured."
-    if isinstance(known[0], int) and len(known) > _MOST_NAMES:
-        return f"It has {len(known)} of them, {min(known)} to {max(known)}."
-    return f"Known: {', '.join(map(repr, known[:_MOST_NAMES]))}{' …' if len(known) > _MOST_NAMES else ''}."
+    if isinstance(values[0], int) and len(values) > _MOST_NAMES:
+        return f"It has {len(values)} of them, {min(values)} to {max(values)}."
+    return f"Known: {', '.join(map(repr, values[:_MOST_NAMES]))}{' …' if len(values) > _MOST_NAMES else ''}."

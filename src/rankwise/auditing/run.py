@@ -234,11 +234,11 @@ class Run:
                 names=self.names, batch=self._batch,
             )  # fmt: skip
             if self.maps is not None:
-                known = self.statistics.heads.get(statistics.mixer)
-                before = 0 if known is None else max(map(len, known.examples.attention_maps))
+                earlier = self.statistics.heads.get(statistics.mixer)
+                before = 0 if earlier is None else max(map(len, earlier.examples.attention_maps))
                 for maps in self.maps.record(site, heads, self._batch, before):
-                    for place, one in maps.items():
-                        statistics.examples.attention_maps[place].append(one)
+                    for place, attention_map in maps.items():
+                        statistics.examples.attention_maps[place].append(attention_map)
             self.batch_statistics.add_heads(statistics)
         self._on_progress(self.batches, site.name)
 
@@ -288,14 +288,16 @@ class Run:
 
     def _for_copy(self, name: str) -> AuditSettings:
         """Return the settings for auditing a copy, without steps that only the model itself needs."""
-        own: dict[str, Any] = dict.fromkeys(("tokenizer", "maps", "importance", "at_init"))
+        left_out: dict[str, Any] = dict.fromkeys(("tokenizer", "maps", "importance", "at_init"))
         return replace(
-            self.settings, **own, on_progress=lambda done, site: self._on_progress(done, f"{name}: {site}")
+            self.settings,
+            **left_out,
+            on_progress=lambda done, site: self._on_progress(done, f"{name}: {site}"),
         )
 
     def _measure_importance(self, batches: Iterable[Batch], settings: ImportanceSettings) -> None:
         try:
-            heads = {mixer: known.heads for mixer, known in self.statistics.heads.items()}
+            heads = {mixer: statistics.heads for mixer, statistics in self.statistics.heads.items()}
             self.importance = measure_importance(
                 self.model, batches, settings, heads=heads, **self.where,
                 on_progress=lambda step: self._on_progress(self.batches, f"importance: {step}"),
@@ -330,9 +332,9 @@ class Run:
             "seconds": round(perf_counter() - self.started, 1),
         }  # fmt: skip
         measured |= {} if "weights_digest" in given else {"weights_digest": weights_digest(self.model)}
-        parts = [f"measured: {part}, spread evenly" for part in self.measured_in_part]
+        in_part = [f"measured: {channels}, spread evenly" for channels in self.measured_in_part]
         notes = list(
-            dict.fromkeys((*self.notes, *missing, *parts, *self.trace.notes, *given.get("notes", ())))
+            dict.fromkeys((*self.notes, *missing, *in_part, *self.trace.notes, *given.get("notes", ())))
         )
         return provenance_of(self.model, measured, {**given, "notes": notes})
 

@@ -46,7 +46,10 @@ class ChosenHeads:
     flagged: bool = False
 
     def includes(self, layer: int, head: int) -> bool:
-        """Return True if a head's map is recorded: all maps if ``flagged``, because findings come later."""
+        """Return True if the map of this head must be recorded.
+
+        With ``flagged`` all are recorded, because findings are known only at the end.
+        """
         return not self.heads or (layer, head) in self.heads
 
 

@@ -46,7 +46,7 @@ STATES = ("tokens", *(row.name for row in STATE_MEASURES))
 
 @dataclass
 class HeadStatistics:
-    """Statistics over sequences of the H heads of one mixer call (a module that mixes tokens)."""
+    """Statistics, over sequences, of the H heads in one call of a mixer (a module that mixes tokens)."""
 
     mixer: Address
     kind: str
@@ -273,13 +273,13 @@ class ModelStatistics:
 
     def add_heads(self, heads: HeadStatistics, *, attention_maps: bool = True) -> None:
         """Add statistics of a mixer call, merged with earlier statistics of the same call."""
-        if (known := self.heads.setdefault(heads.mixer, heads)) is not heads:
-            known.merge(heads, attention_maps=attention_maps)
+        if (earlier := self.heads.setdefault(heads.mixer, heads)) is not heads:
+            earlier.merge(heads, attention_maps=attention_maps)
 
     def add_states(self, states: StateStatistics) -> None:
         """Add statistics of token states, merged with earlier statistics of the same states."""
-        if (known := self.states.setdefault((states.stack, states.blocks), states)) is not states:
-            known.merge(states)
+        if (earlier := self.states.setdefault((states.stack, states.blocks), states)) is not states:
+            earlier.merge(states)
 
     def merge(self, other: "ModelStatistics", *, attention_maps: bool = True) -> None:
         """Add statistics of other sequences; objects of ``other`` are reused, not copied."""
@@ -352,11 +352,15 @@ class AuditStatistics(ModelStatistics):
     def from_audit(cls, audit: "Audit") -> "AuditStatistics":
         """Restore statistics from a saved audit, without copies at initialization and required widths."""
         mixers = grouped(audit.heads, lambda record: record.id.at(None))
-        known = {record.id: record.importance for record in audit.heads if record.importance is not None}
-        importance = None if audit.importance is None else Importance(audit.importance, known)
+        importances = {
+            record.id: record.importance for record in audit.heads if record.importance is not None
+        }
+        importance = None if audit.importance is None else Importance(audit.importance, importances)
         return cls(
             heads={mixer: HeadStatistics.from_records(records) for mixer, records in mixers.items()},
-            states={(one.stack, one.blocks): StateStatistics.from_record(one) for one in audit.states},
+            states={
+                (state.stack, state.blocks): StateStatistics.from_record(state) for state in audit.states
+            },
             provenance=audit.provenance, complete=audit.complete, uncaptured=audit.uncaptured,
             texts=audit.texts, importance=importance,
         )  # fmt: skip

@@ -58,16 +58,16 @@ def table(
     measures = _MEASURES.get(kind, [])
     numbers, always = [*measures, *after], [*before, *measures, *after]
     rows = [_row(record, always, provenance) for record in records]
-    known = dict.fromkeys(name for row in rows for name in row)
+    present = dict.fromkeys(name for row in rows for name in row)
     listed = [
         *before,
-        *(name for name in known if name.startswith("evidence_")),
+        *(name for name in present if name.startswith("evidence_")),
         *(f"{name}{end}" for name in numbers for end in ("", "_std", "_stderr")),
         *(f"importance_{name}" for name in HeadImportance.model_fields),
         "at_init_seeds",
         *(f"at_init_{name}{end}" for name in numbers for end in ("", "_std", "_seed_std")),
     ]
-    columns = [name for name in listed if name in always or name in known]
+    columns = [name for name in listed if name in always or name in present]
     return columns, [{name: row.get(name) for name in columns} for row in rows]
 
 

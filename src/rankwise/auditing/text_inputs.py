@@ -155,8 +155,8 @@ def positions_of(config: Any) -> int | None:
     positions = config_value(config, "max_position_embeddings", "n_positions")
     if isinstance(positions, int):
         return positions if positions > 0 else None
-    inner = [one for one in getattr(config, "__dict__", {}).values() if hasattr(one, "vocab_size")]
-    return min((known for one in inner if (known := positions_of(one)) is not None), default=None)
+    inner = [value for value in getattr(config, "__dict__", {}).values() if hasattr(value, "vocab_size")]
+    return min(filter(None, map(positions_of, inner)), default=None)
 
 
 def _with_decoder(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:

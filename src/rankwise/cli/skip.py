@@ -126,7 +126,7 @@ def command(
         )  # fmt: skip
         mask = getattr(inputs.tokenizer, "mask_token_id", None) if loaded.source else None
         if try_steps:
-            how = {"steps": try_steps, "lr": lr, "loss": loaded.loss, "mask_token": mask}
+            how: dict[str, Any] = {"steps": try_steps, "lr": lr, "loss": loaded.loss, "mask_token": mask}
             _try(load, [model, *(alternative or ())], inputs, init, **how)
             return
         learning, held = split_batches(inputs, loaded, learn=fit_on is not None, batch_size=batch_size)

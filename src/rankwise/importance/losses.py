@@ -225,7 +225,7 @@ class LabelLoss(Loss):
     def logits_and_labels(
         self, output: Any, batch: LossBatch
     ) -> tuple[Float[Tensor, "B T V"], Int[Tensor, "B C"]]:
-        """Return the logits of an output and the labels of its first C positions."""
+        """Return the logits and the labels of a batch, with one label per row for classifiers."""
         logits, labels = _token_logits(output), self.labels(batch)
         assert labels is not None
         labels = (labels[:, None] if labels.dim() == 1 else labels).to(logits.device)
