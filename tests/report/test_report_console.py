@@ -280,7 +280,7 @@ def test_diagonal_layers_show_memberships_and_the_rate_of_a_layer_and_no_mask() 
 
 def test_states_have_their_own_table_with_more_columns_on_the_page() -> None:
     state = records.encoder().states[4]
-    cells = {row.name: f"{row.value(state):.{row.digits}f}" for row in STATE_MEASURES}
+    cells = {row.name: row.formatted(state) for row in STATE_MEASURES}
     shown = [cells[row.name] for row in STATE_MEASURES if row.console]
     assert ["4", "128", *shown] in [line.split() for line in printed("encoder").splitlines()]
     table = audit_document(records.encoder()).sections[-2].tables[-1]
