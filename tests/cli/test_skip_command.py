@@ -322,7 +322,7 @@ LOST = ("--fit-on", "text.txt", "--steps", 1, "--lr", "1e30")
         ("nowhere", ("--fit-on", "text.txt"), InputError, "--certify, or both; or --try-steps N, which"),
         (f"{NETS}:layer", ("--try-steps", 1), InputError, "`batches`: expected labels, or a loss"),
         (f"{NETS}:plain", (*FIT, "--certify"), InputError, "a model that takes its inputs by name"),
-        (f"{NETS}:masked", (*FIT, "--certify"), SkipError, "expected the id of the mask token, got none"),
+        (f"{NETS}:masked", (*FIT, "--certify"), InputError, "`batches`: expected labels, or a loss"),
         (f"{NETS}:few_words", (*FIT, "--certify"), InputError, "`batch`: expected a batch that Llama"),
     ],
 )

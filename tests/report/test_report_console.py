@@ -18,7 +18,6 @@ from rankwise._internals.statistics import mean
 from rankwise.auditing import AtInitSettings
 from rankwise.auditing.measure_table import share
 from rankwise.report import document_text, print_document
-from rankwise.report.document import column_kinds
 
 COLUMNS = [row for row in HEAD_MEASURES if row.console and not row.known_only]
 
@@ -279,14 +278,14 @@ def test_diagonal_layers_show_memberships_and_the_rate_of_a_layer_and_no_mask() 
     assert "R_c^var" not in printed("encoder")
 
 
-def test_states_have_their_own_table() -> None:
-    layer = records.encoder().states[4]
-    cells = [
-        "4",
-        "128",
-        *(f"{row.value(layer):.{row.digits}f}" for row in STATE_MEASURES if row.console),
-    ]
-    assert cells in [line.split() for line in printed("encoder").splitlines()]
+def test_states_have_their_own_table_with_more_columns_on_the_page() -> None:
+    state = records.encoder().states[4]
+    cells = {row.name: f"{row.value(state):.{row.digits}f}" for row in STATE_MEASURES}
+    shown = [cells[row.name] for row in STATE_MEASURES if row.console]
+    assert ["4", "128", *shown] in [line.split() for line in printed("encoder").splitlines()]
+    table = audit_document(records.encoder()).sections[-2].tables[-1]
+    assert sorted(table.rows[4][2:]) == sorted(cells.values())
+    assert {"token\nspread", "absolute token spread μ"} <= set(table.columns)
 
 
 def test_masks_that_differ_within_a_panel_get_a_column() -> None:
@@ -295,17 +294,10 @@ def test_masks_that_differ_within_a_panel_get_a_column() -> None:
     assert ["3", "6", "full"] in [row[:3] for row in rows]
 
 
-def test_an_incomplete_audit_is_marked_on_the_console() -> None:
+def test_names_are_plain_text_and_a_terminal_gets_colours_and_marks() -> None:
     assert "INCOMPLETE" in printed("encoder_decoder")
     assert "INCOMPLETE" not in printed("encoder")
-
-
-def test_names_are_printed_as_plain_text() -> None:
-    text = printed("nasty", force_terminal=True, width=200)
-    assert "[bold]not markup[/bold] �[31m" in text
-
-
-def test_a_terminal_gets_colours() -> None:
+    assert "[bold]not markup[/bold] �[31m" in printed("nasty", force_terminal=True, width=200)
     assert "\x1b[1;31m" in printed("encoder", force_terminal=True, color_system="standard")
 
 
@@ -332,26 +324,14 @@ def test_the_verdict_and_at_most_three_actions_come_first(kind: str) -> None:
         assert action in text
 
 
-@pytest.mark.parametrize("kind", documents.DOCUMENTS)
-def test_printed_commands_are_whole_on_a_narrow_console(kind: str) -> None:
-    document = documents.DOCUMENTS[kind]()
-    actions = ("`rankwise skip sample --text book.txt --out sample-skips`", f"see `{'long ' * 20}code`")
+def test_printed_commands_are_whole_on_a_narrow_console_and_inside_jupyter(monkeypatch) -> None:
+    document = audit_document(records.encoder())
+    actions = ("rankwise skip sample --text book.txt --out sample-skips", f"see `{'long ' * 20}code`")
     document = replace(document, verdict=document.verdict.model_copy(update={"actions": actions}))
-    lines = document_text(document, width=40).splitlines()
-    assert {f"→ {action}" for action in actions} <= {*lines}
-
-
-@pytest.mark.parametrize("kind", documents.DOCUMENTS)
-def test_text_is_returned_inside_jupyter_too(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    document = documents.DOCUMENTS[kind]()
-    outside = document_text(document)
+    text = document_text(document, width=40)
+    assert {f"→ {action}" for action in actions} <= {*text.splitlines()}
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
-    assert document_text(document) == outside != ""
-
-
-def test_a_cell_of_over_24_characters_is_a_sentence() -> None:
-    rows = [["a" * 24, "a" * 25, "≈ 0.5", ""]]
-    assert column_kinds(4, rows) == ["name", "sentence", "number", "name"]
+    assert document_text(document, width=40) == text
 
 
 def test_lines_of_a_summary_have_up_to_100_characters() -> None:

@@ -122,8 +122,8 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         f"lr = {lr}": (skipped, {"lr": lr}, r"`lr`: expected a number in \(0, ∞\)")
         for lr in (-1.0, 0.0, math.inf, math.nan)
     },
-    **{f"padding, {kind}": (partial(skipped, kind), PADDING, "") for kind in MODELS},
-    "one token": (skipped, {"batches": [{"input_ids": IDS[:, :1]}]}, ""),
+    **{f"padding, {kind}": (partial(skipped, kind), PADDING, "expected") for kind in MODELS},
+    "one token": (skipped, {"batches": [{"input_ids": IDS[:, :1]}]}, "expected"),
     "no skips": (gpt2, {}, "expected λ-skips that can learn, got none"),
     "no mask token": (partial(skipped, "masked"), {}, "`batches`: expected labels, or a loss, got neither"),
     "half a step": (skipped, {"steps": 0.5}, "`steps`: expected a whole number"),

@@ -69,7 +69,7 @@ def nasty_record(kind: type[BaseModel], **values: Any) -> Any:
 
 
 def nasty_certificate() -> Document:
-    return certificate_document(nasty_record(SkipCertificate, a=0.5))
+    return certificate_document(nasty_record(SkipCertificate, keep_spread=0.5))
 
 
 DOCUMENTS: dict[str, Callable[[], Document]] = {

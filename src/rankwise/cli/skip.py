@@ -126,8 +126,8 @@ def command(
         )  # fmt: skip
         mask = getattr(inputs.tokenizer, "mask_token_id", None) if loaded.source else None
         if try_steps:
-            how = {"loss": loaded.loss, "mask_token": mask}
-            _try(load, [model, *(alternative or ())], inputs, init, steps=try_steps, lr=lr, **how)
+            how: dict[str, Any] = {"steps": try_steps, "lr": lr, "loss": loaded.loss, "mask_token": mask}
+            _try(load, [model, *(alternative or ())], inputs, init, **how)
             return
         learning, held = split_batches(inputs, loaded, learn=fit_on is not None, batch_size=batch_size)
         skips, scales = _add_skips(loaded, init, per, sites, example=None if loaded.source else held[0])

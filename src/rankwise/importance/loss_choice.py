@@ -81,6 +81,19 @@ class ModelLoss:
                 total, count = total + float(losses.total.sum()), count + float(losses.count.sum())
         return total / count if count else math.nan
 
+    def correct(self, model: nn.Module, batch: Batch, number: int = 0) -> tuple[int, int]:
+        """Return the number of labels of a batch that the model predicts, and the number of labels.
+
+        Both are 0 if the labels are not classes.
+        """
+        if not isinstance(self.loss, LabelLoss):
+            return 0, 0
+        with eval_mode(model), torch.no_grad():
+            logits, labels = self.loss.logits_and_labels(*self._run(model, batch, number))
+        counted = labels != IGNORE_INDEX
+        right = (logits[:, : labels.shape[1]].argmax(-1) == labels) & counted
+        return int(right.sum()), int(counted.sum())
+
     def _run(self, model: nn.Module, batch: Batch, number: int) -> tuple[Any, LossBatch]:
         prepared = self.loss.prepare(drop_unused_labels(model, batch)[0], batch, number)
         return run_model(model, to_device(prepared.batch, device_of(model))), prepared

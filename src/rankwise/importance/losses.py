@@ -208,7 +208,7 @@ class LabelLoss(Loss):
 
     def read(self, output: Any, batch: LossBatch) -> SequenceLosses:
         """Return the sum of cross-entropies over the labels of each sequence, and the number of labels."""
-        logits, labels = self._logits_and_labels(output, batch)
+        logits, labels = self.logits_and_labels(output, batch)
         # labels are extended, because a gradient of shorter logits would need a copy of all
         extended = F.pad(labels, (0, logits.shape[1] - labels.shape[1]), value=IGNORE_INDEX)
         lost = _by_tokens(_cross_entropy, logits, extended)[:, : labels.shape[1]]
@@ -219,12 +219,13 @@ class LabelLoss(Loss):
 
         With predictions p, F = diag p − p pᵀ and u = (diag √p − p √pᵀ) z, where z is standard normal.
         """
-        logits, labels = self._logits_and_labels(output, batch)
+        logits, labels = self.logits_and_labels(output, batch)
         return _fisher_projection(_wide(logits), labels != IGNORE_INDEX, generator)
 
-    def _logits_and_labels(
+    def logits_and_labels(
         self, output: Any, batch: LossBatch
     ) -> tuple[Float[Tensor, "B T V"], Int[Tensor, "B C"]]:
+        """Return the logits and the labels of a batch, with one label per row for classifiers."""
         logits, labels = _token_logits(output), self.labels(batch)
         assert labels is not None
         labels = (labels[:, None] if labels.dim() == 1 else labels).to(logits.device)

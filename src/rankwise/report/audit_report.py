@@ -27,7 +27,7 @@ from rankwise.report.document import Document, Items, Section, Table, nonempty
 from rankwise.report.figures import depth_curves, has_room, map_layout, membership_maps, severity_signs
 from rankwise.report.finding_links import Target, common_notes, find_targets, finding_items, severities_of
 from rankwise.report.format import RANK, count, model_name, round_for_page
-from rankwise.report.head_columns import Column, head_columns, state_table
+from rankwise.report.head_columns import Column, head_columns
 from rankwise.report.head_details import opening_head, pack_attention_maps, pack_spectra
 from rankwise.report.heatmap_grid import Grid, grids_of
 
@@ -39,7 +39,8 @@ MOST_LAYERS, FEW_LAYERS = 16, 5
 """Maximum number of layers on the first screen, without and with errors."""
 COST = "removal_cost"
 _CONSOLE_HEADS = [measure for measure in HEAD_MEASURES if measure.console]
-_CONSOLE_STATES = [measure for measure in STATE_MEASURES if measure.console]
+_STATES = sorted(STATE_MEASURES, key=lambda measure: not measure.console)
+"""Measures of token states, those of the console first."""
 
 
 def audit_document(audit: Audit) -> Document:
@@ -68,7 +69,6 @@ def audit_document(audit: Audit) -> Document:
             "findings": [[finding.severity, finding.code, finding.meaning] for finding in audit.findings],
             "costs": _head_costs(audit),
             "scatter": scatter,
-            "states": state_table(audit.states),
             **_spectra(audit),
             **_maps(audit, flagged),
         }
@@ -283,17 +283,17 @@ def _console_states(stack: str, records: Sequence[StateRecord]) -> Table:
     states = sorted(records, key=lambda state: state.blocks)
     return Table(
         f"{stack}, token states" if stack else "token states",
-        ["blocks\npassed", "tokens", *(measure.console for measure in _CONSOLE_STATES)],
+        ["blocks\npassed", "tokens", *(measure.console or measure.head.lower() for measure in _STATES)],
         [
             [
                 str(state.blocks),
                 format_number(state.tokens, 0),
-                *(measure.formatted(state) for measure in _CONSOLE_STATES),
+                *(measure.formatted(state) for measure in _STATES),
             ]
             for state in states
         ],
         facts="token spread μ/‖Y‖ of 0: all tokens the same",
-        redrawn=True,
+        console_columns=2 + sum(bool(measure.console) for measure in _STATES),
     )
 
 

@@ -233,22 +233,26 @@ def recommend(audit: AuditT, model: nn.Module, batch: Batch, loss: LossOfModel |
         True
     """
     _check(audit, model, batch)
-    kept, _ = forward.drop_unused_labels(model, batch)
-    sample = forward.first_sequences(forward.to_device(kept, forward.device_of(model)), SAMPLE)
-    found = [finding for finding in audit.findings if "mixer_share" not in finding.evidence]
+    inputs, _ = forward.drop_unused_labels(model, batch)
+    sample = forward.first_sequences(forward.to_device(inputs, forward.device_of(model)), SAMPLE)
+    findings = [finding for finding in audit.findings if "mixer_share" not in finding.evidence]
     notes = [note for note in audit.provenance.notes if not note.startswith((AGAIN, TRAINS))]
-    collapsed, own = any(finding.code == "COLLAPSE" for finding in found), own_skips(model)
-    skips = bool(skip_places(model) or own)
+    collapsed = any(finding.code == "COLLAPSE" for finding in findings)
+    built_in = own_skips(model)
+    skips = bool(skip_places(model) or built_in)
     if collapsed or skips:
         with batch_errors(model, sample, fix_hint), probe_mode(model), torch.no_grad():
             run_model(model, sample)
         check_traceable(model)
-        sites, _ = places_in(model, sample)
-        looked_at = [*["suppressed mixers"] * skips, *["λ against COLLAPSE"] * collapsed]
-        notes.append(f"{AGAIN}, {forward.batch_size(sample)} sequences, for {' and '.join(looked_at)}")
+        places, _ = places_in(model, sample)
+        purposes = {"suppressed mixers": skips, "λ against COLLAPSE": collapsed}
+        purpose = " and ".join(words for words, applies in purposes.items() if applies)
+        notes.append(f"{AGAIN}, {forward.batch_size(sample)} sequences, for {purpose}")
     if skips:
-        blocks = [f"{finding.where.site}." for finding in found if finding.code == "INACTIVE_BLOCK"]
-        scaled = sites if skip_places(model) else [site for site in sites if site.write.module in own]
+        blocks = [f"{finding.where.site}." for finding in findings if finding.code == "INACTIVE_BLOCK"]
+        scaled = places
+        if not skip_places(model):
+            scaled = [place for place in places if place.write.module in built_in]
         for site, share in mixing_shares(model, sample, scaled).items():
             if share >= INACTIVE_TURN or f"{site}.".startswith(tuple(blocks)):
                 continue
@@ -259,9 +263,12 @@ def recommend(audit: AuditT, model: nn.Module, batch: Batch, loss: LossOfModel |
                 evidence={"mixer_share": share},
                 remedy=inactive_remedy("set the weights of its output projection to 0"),
             )  # fmt: skip
-            found.append(suppressed)
+            findings.append(suppressed)
     if collapsed:
-        found = [advise_lambda(one, model, sample, sites) if one.code == "COLLAPSE" else one for one in found]
+        findings = [
+            advise_lambda(finding, model, sample, places) if finding.code == "COLLAPSE" else finding
+            for finding in findings
+        ]
         trial = None
         if loss is not None and not skips:
             trial = TRIAL_WITH_LOSS
@@ -270,17 +277,18 @@ def recommend(audit: AuditT, model: nn.Module, batch: Batch, loss: LossOfModel |
                 fitting_loss(model, [forward.to_device(batch, forward.device_of(model))])
                 trial = TRIAL
         of_factory = any(".py:" in words[0] for words in audit.provenance.arguments[:1])
-        for index, finding in enumerate(found):
+        for index, finding in enumerate(findings):
             remedy = finding.remedy
             if finding.code == "COLLAPSE" and remedy is not None and remedy.verb == "skip":
                 before = [] if trial is None else [trial]
                 if before:
                     remedy = remedy.model_copy(update={"words": f"or {remedy.words}"})
                 steps = in_steps([*before, remedy, *([LOAD] if of_factory else [])])
-                found[index] = finding.model_copy(update={"remedy": steps})
-        notes += [TRAINS] * any("lambda_tried" in one.evidence for one in found)
+                findings[index] = finding.model_copy(update={"remedy": steps})
+        if any("lambda_tried" in finding.evidence for finding in findings):
+            notes.append(TRAINS)
     about = audit.provenance.model_copy(update={"skips_examined": True, "notes": notes})
-    ordered = sorted(found, key=lambda finding: SEVERITY_ORDER[finding.severity])
+    ordered = sorted(findings, key=lambda finding: SEVERITY_ORDER[finding.severity])
     return audit.model_copy(update={"findings": ordered, "provenance": about})
 
 
@@ -313,11 +321,11 @@ def _states(model: nn.Module, batches: Iterable[Batch]) -> list[StateRecord]:
     return [states.to_record() for states in statistics.states.values()]
 
 
-def advise_lambda(finding: Finding, model: nn.Module, batch: Batch, sites: Sequence[SkipPlace]) -> Finding:
+def advise_lambda(finding: Finding, model: nn.Module, batch: Batch, places: Sequence[SkipPlace]) -> Finding:
     """Return a COLLAPSE finding with the chosen λ in its evidence, meaning and remedy."""
     stack = finding.where.stack
-    sites, inside = _places_of(model, batch, stack, sites)
-    choice = _choose(model, batch, stack, sites, inside)
+    places, inside = _places_of(model, batch, stack, places)
+    choice = _choose(model, batch, stack, places, inside)
     if not inside:
         return finding.model_copy(update={"remedy": Remedy(words=choice.advice)})
     numbers = {
@@ -328,47 +336,48 @@ def advise_lambda(finding: Finding, model: nn.Module, batch: Batch, sites: Seque
     }
     evidence = {name: value for name, value in numbers.items() if value is not None}
     meaning = f"{collapse_words(finding.evidence)} {choice.summary}"
-    remedy = _remedy(model, batch, choice, sites)
+    remedy = _remedy(model, choice, places)
     update = {"evidence": finding.evidence | evidence, "meaning": meaning, "remedy": remedy}
     return finding.model_copy(update=update)
 
 
-def _remedy(model: nn.Module, batch: Batch, choice: LambdaChoice, sites: Sequence[SkipPlace]) -> Remedy:
+def _remedy(model: nn.Module, choice: LambdaChoice, places: Sequence[SkipPlace]) -> Remedy:
     """Return the remedy that raises the λ below the chosen λ, or the advice if no λ is named."""
     if choice.value is None:
         return Remedy(words=choice.advice)
-    current = lambdas_of(model, sites)
+    current = lambdas_of(model, places)
     below = {name: current[name] for name in choice.sites if bool((current[name].abs() < choice.value).any())}
     if not below:
         code = f"rw.skips.choose_lambda(model, batch, {choice.stack!r})"
         return Remedy(words="pass a batch that collapses", code=code)
     value, modules = choice.value, own_skips(model)
-    if own := [(name, modules[name]) for name in below if name in modules]:
-        if learned := [f"{name}.weight" for name, skip in own if skip.weight is not None]:
+    if built_in := {name: modules[name] for name in below if name in modules}:
+        if learned := [f"{name}.weight" for name, skip in built_in.items() if skip.weight is not None]:
             more = f" and {len(learned) - 1} more" if len(learned) > 1 else ""
             where = f"in the learned `{learned[0]}`{more}"
             return Remedy(words=f"raise |λ| below {value:g} to {value:g} {where}")
-        first = own[0][1]
+        first = next(iter(built_in.values()))
         fixed = '"skip": "fixed", ' if first.kind == "none" else ""
         sign = -1 if first.kind == "fixed" and first.init < 0 else 1
         entry = f'{fixed}"skip_init": {sign * value:g}'
         return Remedy(words=f"put `{entry}` into the config.json of the model")
     skips = skips_of(model)
     carries = next(iter(below)) in skips
-    now = torch.cat([one.flatten().cpu() for one in below.values()])
-    signs = {bool(one < 0) for one in now}
-    if carries and (len(signs) > 1 or bool((now.abs() > value).any())):
+    channels = torch.cat([scale.flatten().cpu() for scale in below.values()])
+    signs = {bool(scale < 0) for scale in channels}
+    if carries and (len(signs) > 1 or bool((channels.abs() > value).any())):
         more = f" and at {len(below) - 1} more sites" if len(below) > 1 else ""
         where = f"`rw.skips.skips_of(model)[{next(iter(below))!r}].data`{more}"
         return Remedy(words=f"raise |λ| below {value:g} to {value:g}, with its sign, in {where}")
     init = -value if carries and signs == {True} else value
     # Without names of sites, the remedy would reset every fitted λ, and add λ to other stacks.
     in_stack = not carries and all(name.startswith(f"{choice.stack}.") for name in below)
-    named = [] if len(below) == len(sites) else [choice.stack] if in_stack else list(below)
+    named = [] if len(below) == len(places) else [choice.stack] if in_stack else list(below)
     code = f"[rw.skips.skips_of(model)[name].data.fill_({init:g}) for name in {list(below)}]"
     if not carries:
         only = f"sites={named}, " if named else ""
-        only += 'per="channel", ' * any(value.numel() > 1 for value in skips.values())
+        if any(scale.numel() > 1 for scale in skips.values()):
+            only += 'per="channel", '
         code = f"rw.add_lambda_skip(model, init={init:g}, {only}example=batch)"
     least = "raise λ to the smallest value" if carries else "add the smallest λ"
     options = [["--lambda", f"{init:g}"], *(["--sites", name] for name in named)]

@@ -20,9 +20,7 @@ from rankwise._internals.linalg import as_float64
 from rankwise._internals.records import grouped
 from rankwise._internals.rotary import fit_rotation
 from rankwise.operators import DenseMixing, SoftmaxMixing
-from rankwise.tracing.capture_context import capture
-from rankwise.tracing.module_calls import RecordedCall, record_calls
-from rankwise.tracing.trace import CapturedMixer
+from rankwise.tracing import CapturedMixer, RecordedCall, capture, record_calls
 
 CLOSE = 64
 """Largest allowed difference of heads and linear output, in units of eps times the largest entry."""
