@@ -280,7 +280,7 @@ def test_diagonal_layers_show_memberships_and_the_rate_of_a_layer_and_no_mask() 
 
 def test_states_have_their_own_table_with_more_columns_on_the_page() -> None:
     state = records.encoder().states[4]
-    cells = {row.name: f"{row.value(state):.{row.digits}f}" for row in STATE_MEASURES}
+    cells = {row.name: row.formatted(state) for row in STATE_MEASURES}
     shown = [cells[row.name] for row in STATE_MEASURES if row.console]
     assert ["4", "128", *shown] in [line.split() for line in printed("encoder").splitlines()]
     table = audit_document(records.encoder()).sections[-2].tables[-1]
@@ -326,7 +326,7 @@ def test_the_verdict_and_at_most_three_actions_come_first(kind: str) -> None:
 
 def test_printed_commands_are_whole_on_a_narrow_console_and_inside_jupyter(monkeypatch) -> None:
     document = audit_document(records.encoder())
-    actions = ("rankwise skip sample --text book.txt --out sample-skips", f"see `{'long ' * 20}code`")
+    actions = ("`rankwise skip sample --text book.txt --out sample-skips`", f"see `{'long ' * 20}code`")
     document = replace(document, verdict=document.verdict.model_copy(update={"actions": actions}))
     text = document_text(document, width=40)
     assert {f"→ {action}" for action in actions} <= {*text.splitlines()}

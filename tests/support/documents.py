@@ -77,7 +77,9 @@ DOCUMENTS: dict[str, Callable[[], Document]] = {
     "comparison": lambda: comparison_document(compare_two(nasty(), only_nan())),
     "history": lambda: history_document(History.of([nasty(), only_nan(), only_nan()], [NASTY, "b", "c"])),
     "plan": nasty_plan,
-    "compression": lambda: compression_document(nasty_record(Compression)),
+    "compression": lambda: compression_document(
+        nasty_record(Compression, metric="accuracy", timed="decoding step after 9 tokens", layers=[])
+    ),
     "certificate": nasty_certificate,
 }
 """The six kinds, with names that would escape and numbers that are not finite."""
