@@ -74,11 +74,11 @@ def test_other_files_are_refused(text: str, message: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"schema_version": SCHEMA_VERSION + 1}, "Upgrade rankwise"),
-        *(({"schema_version": 1, "heads": heads}, "heads") for heads in (3, [3], [{"spread": 3}])),
+        *(({"schema_version": SCHEMA_VERSION + step}, "expected schema version") for step in (-1, 1)),
+        *(({"heads": heads}, "heads") for heads in (3, [3], [{"spread": 3}])),
     ],
 )
-def test_newer_and_damaged_files_are_refused(
+def test_other_versions_and_damaged_files_are_refused(
     audit: rw.Audit, tmp_path: Path, change: Content, message: str
 ) -> None:
     with pytest.raises(RecordError, match=message):

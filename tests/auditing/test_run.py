@@ -179,7 +179,7 @@ def test_the_required_head_dim_pools_all_sequences() -> None:
     batch["attention_mask"] = torch.ones_like(batch["input_ids"])
     batch["attention_mask"][0, 17:] = 0
     audit = rw.audit(model, [batch])
-    assert {head.width for head in audit.heads} == {16}
+    assert {head.head_dim for head in audit.heads} == {16}
     with rw.capture(model) as trace, torch.no_grad():
         model(**batch)
     moments = (logit_moments(site.operator, site.valid_tokens, site.valid_sources) for site in trace.mixers)

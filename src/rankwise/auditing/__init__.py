@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from rankwise._internals.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from rankwise.auditing.batches import text_batches
     from rankwise.auditing.comparison import Comparison
     from rankwise.auditing.findings import FINDING_RULES
     from rankwise.auditing.history import History, compare, sort_by_step
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from rankwise.auditing.result import Audit
     from rankwise.auditing.run import AuditError, audit
     from rankwise.auditing.settings import AuditSettings
-    from rankwise.auditing.text_inputs import text_batches
 
 __all__ = [
     "FINDING_RULES",

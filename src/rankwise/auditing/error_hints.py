@@ -14,7 +14,7 @@ from rankwise._internals.forward import (
     tensors_of,
 )
 from rankwise._internals.torch_private import original_of
-from rankwise.auditing.text_inputs import PASS_TEXTS, positions_of
+from rankwise.auditing.batches import PASS_TEXTS, positions_of
 from rankwise.errors import InputError, did_you_mean
 from rankwise.importance.losses import IGNORE_INDEX, invalid_label
 

@@ -289,9 +289,9 @@ class ModelStatistics:
             self.add_states(states)
 
     def head_records(
-        self, known: Mapping[Address, Mapping[str, Any]] | None = None, audits: int = 1
+        self, fields: Mapping[Address, Mapping[str, Any]] | None = None, audits: int = 1
     ) -> list[HeadRecord]:
-        """Return the records of all heads in the order of the model, with the ``known`` fields by address.
+        """Return the records of all heads in the order of the model, with the given ``fields`` by address.
 
         If each head is a separate module (``heads.0``, ``heads.1``), the records get one site ``heads.*``.
         """
@@ -301,11 +301,11 @@ class ModelStatistics:
         for mixer, heads in self.heads.items():
             together = _pattern(mixer)
             for record in heads.to_records(audits):
-                fields = dict((known or {}).get(mixer.at(record.head), {}))
+                changes = dict((fields or {}).get(mixer.at(record.head), {}))
                 if len(heads.heads) == 1 and alone[together] > 1:
-                    fields |= {"site": together.site, "head": met[together]}
+                    changes |= {"site": together.site, "head": met[together]}
                     met[together] += 1
-                records.append(record.model_copy(update=fields))
+                records.append(record.model_copy(update=changes))
         return records
 
 

@@ -8,8 +8,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
+from rankwise.auditing.batches import ALL, Shard
 from rankwise.auditing.settings import RankMethod
-from rankwise.auditing.text_inputs import ALL, Shard
 from rankwise.cli.load_data import parse_dataset
 from rankwise.cli.load_model import split_factory
 from rankwise.cli.output import is_of_audit

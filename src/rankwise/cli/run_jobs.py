@@ -12,8 +12,8 @@ import typer
 
 from rankwise._internals.forward import drop_unused_labels
 from rankwise.auditing import Audit, AuditError, audit
+from rankwise.auditing.batches import ALL
 from rankwise.auditing.provenance import DataDigest, weights_digest
-from rankwise.auditing.text_inputs import ALL
 from rankwise.cli.audit_job import AuditJob
 from rankwise.cli.load_data import LoadedData, load_data
 from rankwise.cli.load_model import LoadedModel, demo_model, demo_text, load_model

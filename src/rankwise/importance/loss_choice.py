@@ -118,8 +118,8 @@ def model_loss(
         >>> model = torch.nn.Linear(2, 3)
         >>> batch = torch.ones(4, 2), torch.tensor([0, 1, 2, -100])
         >>> loss = model_loss(model, [batch])
-        >>> loss.name, loss(model, batch).requires_grad, loss.sequences(model, batch).count.tolist()
-        ('given labels', True, [1.0, 1.0, 1.0, 0.0])
+        >>> loss.name, loss(model, batch).requires_grad, loss.correct(model, batch)[1]
+        ('given labels', True, 3)
     """
     inputs = drop_unused_labels(model, batches[0])[0]
     with eval_mode(model), torch.no_grad():
