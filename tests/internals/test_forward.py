@@ -15,18 +15,8 @@ from torch.nn.utils.parametrizations import spectral_norm
 from transformers.modeling_outputs import BaseModelOutput
 
 import rankwise as rw
-from rankwise._internals.forward import (
-    AddedHook,
-    Change,
-    batch_size,
-    config_value,
-    device_of,
-    eval_mode,
-    first_sequences,
-    run_model,
-    tensors_of,
-    to_device,
-)
+from rankwise._internals.batches import batch_size, first_sequences, tensors_of, to_device
+from rankwise._internals.forward import AddedHook, Change, config_value, device_of, eval_mode, run_model
 from rankwise.errors import InputError
 from rankwise.models import ToSTConfig, ToSTForCausalLM
 

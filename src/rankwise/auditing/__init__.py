@@ -5,7 +5,7 @@ Names are imported on first use, so that saved audits can be loaded, merged and 
 
 from typing import TYPE_CHECKING
 
-from rankwise._internals.lazy import lazy_names
+from rankwise._internals import lazy_names
 
 if TYPE_CHECKING:
     from rankwise.auditing.batches import text_batches

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from rankwise._internals.forward import Batch
+from rankwise._internals.batches import Batch
 from rankwise.auditing.examples import TokenNames, token_ids
 from rankwise.auditing.records import MAP_SIDE, AttentionMap, Finding, HeadRecord
 from rankwise.auditing.settings import ChosenHeads

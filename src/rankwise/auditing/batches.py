@@ -9,7 +9,8 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from rankwise._internals.forward import Batch, config_value, tensors_of
+from rankwise._internals.batches import Batch, tensors_of
+from rankwise._internals.forward import config_value
 from rankwise.errors import InputError, instance_of, whole_number
 from rankwise.tracing.model_checks import without_copies
 

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, TypeVar
 import numpy as np
 from pydantic import Field
 
-from rankwise._internals.lazy import report_package
+from rankwise._internals import report_package
 from rankwise._internals.records import Address, Count, Number, Record, grouped
 from rankwise._internals.statistics import mean
 from rankwise.auditing.match_findings import OUTCOMES, FindingChange, finding_changes

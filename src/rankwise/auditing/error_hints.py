@@ -5,14 +5,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from rankwise._internals.forward import (
-    LABELS,
-    TRACEBACK,
-    argument_names,
-    config_value,
-    tensors_in,
-    tensors_of,
-)
+from rankwise._internals.batches import LABELS, argument_names, tensors_in, tensors_of
+from rankwise._internals.forward import TRACEBACK, config_value
 from rankwise._internals.torch_private import original_of
 from rankwise.auditing.batches import PASS_TEXTS, positions_of
 from rankwise.errors import InputError, did_you_mean

@@ -11,7 +11,7 @@ from rankwise.auditing.records import AttentionMap, HeadRecord
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rankwise._internals.forward import Batch
+    from rankwise._internals.batches import Batch
     from rankwise.tracing import CapturedMixer
 
 TOKENS_KEPT = 16
@@ -173,7 +173,7 @@ class TokenNames:
 
 def token_ids(site: "CapturedMixer", batch: "Batch | None") -> "tuple[TokenIds | None, TokenIds | None]":
     """Return the token ids of rows and of columns of a mixing matrix; None if no input has their shape."""
-    from rankwise._internals.forward import tensors_of
+    from rankwise._internals.batches import tensors_of
 
     inputs = {
         name: TokenIds(name, tensor)
@@ -203,7 +203,7 @@ def peak_name(names: TokenNames, ids: "Tensor | None", column: int, sources: int
 
 def image_size(batch: "Batch | None") -> tuple[int, int] | None:
     """Return height and width of the images (B, C, H, W) in a batch; None if the batch has no images."""
-    from rankwise._internals.forward import tensors_of
+    from rankwise._internals.batches import tensors_of
 
     for tensor in tensors_of(batch).values() if batch is not None else ():
         if tensor.dim() == 4 and tensor.is_floating_point():

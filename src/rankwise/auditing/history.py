@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, overload
 
+from rankwise._internals import report_package
 from rankwise._internals.files import folder_name, write_file
-from rankwise._internals.lazy import report_package
 from rankwise.auditing.comparison import COST, Comparison, LayerKey, compare_two, cost_origin, layer_means
 from rankwise.auditing.result import LOAD, Audit
 from rankwise.auditing.tables import Row, csv_text, data_frame, table

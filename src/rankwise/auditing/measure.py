@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rankwise import measures, operators
-from rankwise._internals.forward import Batch
+from rankwise._internals.batches import Batch
 from rankwise._internals.linalg import float64_device
 from rankwise._internals.statistics import Floats
 from rankwise._internals.threads import map_threads

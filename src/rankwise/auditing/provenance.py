@@ -20,7 +20,7 @@ from rankwise.errors import InputError, RecordError, did_you_mean
 if TYPE_CHECKING:
     from torch import nn
 
-    from rankwise._internals.forward import Batch
+    from rankwise._internals.batches import Batch
 
 LIBRARIES = ("torch", "transformers")
 """Libraries whose versions are recorded if the library is imported."""
@@ -135,7 +135,7 @@ class DataDigest:
         """Update the digest with the names, shapes and values of the tensors in a batch."""
         import torch
 
-        from rankwise._internals.forward import tensors_of
+        from rankwise._internals.batches import tensors_of
 
         tensors = tensors_of(batch)
         self._known = bool(tensors) and self._known is not False

@@ -248,13 +248,6 @@ class HeadRecord(HeadMeasures, HeadOrigin):
         """``max_token`` if its mean weight is at least `PEAK_MASS` (one half); an empty string otherwise."""
         return self.max_token if self.max_token_mass >= PEAK_MASS else ""
 
-    @property
-    def middle_rank(self) -> float:
-        """Numerical rank, or the middle of its interval if an estimate only bounds it."""
-        return (
-            (self.rank_low + self.rank_high) / 2 if math.isnan(self.numerical_rank) else self.numerical_rank
-        )
-
 
 class StateOrigin(Record):
     """Address of token states in a stack of blocks, and the sequences on which they were measured."""

@@ -9,17 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rankwise._internals.forward import (
-    Batch,
-    batch_size,
-    device_of,
-    drop_unused_labels,
-    fresh_autocast_cache,
-    preserve_random_state,
-    run_model,
-    tensors_of,
-    to_device,
-)
+from rankwise._internals.batches import Batch, batch_size, drop_unused_labels, tensors_of, to_device
+from rankwise._internals.forward import device_of, fresh_autocast_cache, preserve_random_state, run_model
 from rankwise._internals.threads import one_thread
 from rankwise._internals.torch_private import outside_transforms, uncompiled
 from rankwise.auditing.attention_maps import AttentionMapRecorder, NoSuchHeadsError, only_flagged

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import typer
 
-from rankwise._internals.forward import drop_unused_labels
+from rankwise._internals.batches import drop_unused_labels
 from rankwise.auditing import Audit, AuditError, audit
 from rankwise.auditing.batches import ALL
 from rankwise.auditing.provenance import DataDigest, weights_digest

@@ -13,16 +13,8 @@ from jaxtyping import Float64
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rankwise._internals.forward import (
-    Change,
-    batch_size,
-    config_value,
-    device_of,
-    first_sequences,
-    run_model,
-    tensors_in,
-    to_device,
-)
+from rankwise._internals.batches import batch_size, first_sequences, tensors_in, to_device
+from rankwise._internals.forward import Change, config_value, device_of, run_model
 from rankwise._internals.linalg import as_float64
 from rankwise._internals.torch_private import preserve_state
 from rankwise.compression.trials import output_and_mask, relative_error

@@ -6,7 +6,8 @@ from decimal import ROUND_CEILING, Context
 from operator import attrgetter
 from typing import Any
 
-from rankwise._internals.forward import device_of, first_sequences, to_device
+from rankwise._internals.batches import first_sequences, to_device
+from rankwise._internals.forward import device_of
 from rankwise._internals.records import grouped
 from rankwise.compression.heads_find import (
     HeadProjections,

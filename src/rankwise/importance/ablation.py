@@ -9,14 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from rankwise._internals.forward import (
-    Batch,
-    device_of,
-    drop_unused_labels,
-    each_batch,
-    run_model,
-    to_device,
-)
+from rankwise._internals.batches import Batch, drop_unused_labels, each_batch, to_device
+from rankwise._internals.forward import device_of, run_model
 from rankwise._internals.statistics import spearman
 from rankwise.errors import InputError
 from rankwise.importance.gated_passes import GatedPasses, NotDifferentiableError, quoted

@@ -9,7 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rankwise._internals.forward import batch_size, device_of, run_model, to_device
+from rankwise._internals.batches import batch_size, to_device
+from rankwise._internals.forward import device_of, run_model
 from rankwise._internals.linalg import as_float64
 from rankwise.errors import InputError, RankwiseError, first_line
 from rankwise.importance.losses import IGNORE_INDEX, Loss, LossBatch, SequenceLosses

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from rankwise._internals.forward import Batch, tensors_of
+from rankwise._internals.batches import Batch, tensors_of
 from rankwise._internals.linalg import as_float64
 from rankwise.errors import InputError
 

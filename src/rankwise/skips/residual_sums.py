@@ -11,14 +11,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from rankwise._internals.forward import (
-    Batch,
-    eval_mode,
-    map_tensors,
-    preserve_random_state,
-    run_model,
-    tensors_in,
-)
+from rankwise._internals.batches import Batch, map_tensors, tensors_in
+from rankwise._internals.forward import eval_mode, preserve_random_state, run_model
 from rankwise._internals.torch_private import base_of, changes_in_place, uncompiled
 from rankwise.errors import SkipError
 from rankwise.importance.gated_passes import graph_nodes

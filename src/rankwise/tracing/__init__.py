@@ -5,7 +5,7 @@ Names are imported on first use, so that modules of saved records can import `Ad
 
 from typing import TYPE_CHECKING
 
-from rankwise._internals.lazy import lazy_names
+from rankwise._internals import lazy_names
 
 if TYPE_CHECKING:
     from rankwise._internals.records import Address, UncapturedModule

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from rankwise._internals.forward import tensors_in
+from rankwise._internals.batches import tensors_in
 from rankwise.tracing.axes import same_for_all
 from rankwise.tracing.score_masks import Entries, Masks
 from rankwise.tracing.torch_functions import (

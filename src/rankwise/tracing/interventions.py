@@ -6,7 +6,7 @@ from typing import Any
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from rankwise._internals.forward import map_leaves
+from rankwise._internals.batches import map_leaves
 from rankwise.tracing.module_calls import CallCounter, CallId, ModuleCall, ModuleCalls, first_tokens
 from rankwise.tracing.read_operators import OWN_MASK, find_token_mask
 

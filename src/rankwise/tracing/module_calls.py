@@ -14,7 +14,7 @@ from typing import Any, no_type_check
 import torch
 from torch import Tensor, nn
 
-from rankwise._internals.forward import map_tensors
+from rankwise._internals.batches import map_tensors
 from rankwise._internals.torch_private import forget_global_hook, in_backward
 
 Arguments = dict[str, Any]

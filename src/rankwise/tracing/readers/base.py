@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from rankwise._internals.forward import map_tensors
+from rankwise._internals.batches import map_tensors
 from rankwise.errors import RankwiseError, described
 from rankwise.operators import MixingOperator
 from rankwise.tracing.module_calls import ABSENT, ModuleCall, ModuleCalls, RecordedCall
