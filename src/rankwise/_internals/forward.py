@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rankwise._internals.batches import Batch, map_leaves, second_argument, takes_dict, tensors_in
-from rankwise._internals.torch_private import like, preserve_state, set_attribute
+from rankwise._internals.torch_private import like, original_of, preserve_state, set_attribute
 from rankwise.errors import InputError, RankwiseError, first_line
 
 TRACEBACK = "Run the model on this batch alone to see the whole traceback."
@@ -226,3 +226,13 @@ class Change:
 
     def __exit__(self, *error: object) -> None:
         self.undo()
+
+
+def without_copies(model: Any) -> Any:
+    """Return the model inside a wrapper of DDP or `torch.nn.DataParallel`; any other model unchanged.
+
+    The wrapper hides the model's arguments and structure, and DDP waits for other processes.
+    """
+    inner = original_of(model)
+    copies = isinstance(inner, nn.parallel.DistributedDataParallel | nn.DataParallel)
+    return inner.module if copies else model

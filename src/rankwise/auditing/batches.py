@@ -10,14 +10,13 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from rankwise._internals.batches import Batch, tensors_of
-from rankwise._internals.forward import config_value
+from rankwise._internals.forward import config_value, without_copies
+from rankwise.auditing.error_hints import PASS_TEXTS, positions_of
 from rankwise.errors import InputError, instance_of, whole_number
-from rankwise.tracing.model_checks import without_copies
 
 T = TypeVar("T")
 Tokenizer = Callable[..., Any]
 """A transformers tokenizer, or a callable that maps a list of texts to a dict with ``input_ids``."""
-PASS_TEXTS = "Pass strings with their tokenizer: `rw.audit(model, texts=[…], tokenizer=tokenizer)`."
 
 
 class Shard(NamedTuple):
@@ -150,15 +149,6 @@ def longest_sequence(model: nn.Module) -> int | None:
         for name, module in model.named_modules()
     )
     return positions - config_value(model, "pad_token_id", default=0) - 1 if offset else positions
-
-
-def positions_of(config: Any) -> int | None:
-    """Return the number of positions in a configuration, or the smallest number in the ones inside it."""
-    positions = config_value(config, "max_position_embeddings", "n_positions")
-    if isinstance(positions, int):
-        return positions if positions > 0 else None
-    inner = [value for value in getattr(config, "__dict__", {}).values() if hasattr(value, "vocab_size")]
-    return min(filter(None, map(positions_of, inner)), default=None)
 
 
 def _with_decoder(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from rankwise._internals.batches import LABELS, argument_names, tensors_in, tensors_of
 from rankwise._internals.forward import TRACEBACK, config_value
 from rankwise._internals.torch_private import original_of
-from rankwise.auditing.batches import PASS_TEXTS, positions_of
 from rankwise.errors import InputError, did_you_mean
 from rankwise.importance.losses import IGNORE_INDEX, invalid_label
 
+PASS_TEXTS = "Pass strings with their tokenizer: `rw.audit(model, texts=[…], tokenizer=tokenizer)`."
 _COLLATE = "`DataLoader(rows, batch_size=4, collate_fn=DataCollatorWithPadding(tokenizer))`"
 
 
@@ -113,3 +113,12 @@ def _hint_from_message(model: nn.Module, batch: Any, message: str) -> str:
 
 def _is_list(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def positions_of(config: Any) -> int | None:
+    """Return the number of positions in a configuration, or the smallest number in the ones inside it."""
+    positions = config_value(config, "max_position_embeddings", "n_positions")
+    if isinstance(positions, int):
+        return positions if positions > 0 else None
+    inner = [value for value in getattr(config, "__dict__", {}).values() if hasattr(value, "vocab_size")]
+    return min(filter(None, map(positions_of, inner)), default=None)

@@ -10,7 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from rankwise._internals.batches import Batch, batch_size, drop_unused_labels, tensors_of, to_device
-from rankwise._internals.forward import device_of, fresh_autocast_cache, preserve_random_state, run_model
+from rankwise._internals.forward import (
+    device_of,
+    fresh_autocast_cache,
+    preserve_random_state,
+    run_model,
+    without_copies,
+)
 from rankwise._internals.threads import one_thread
 from rankwise._internals.torch_private import outside_transforms, uncompiled
 from rankwise.auditing.attention_maps import AttentionMapRecorder, NoSuchHeadsError, only_flagged
@@ -29,7 +35,7 @@ from rankwise.importance import Importance, ImportanceSettings, measure_importan
 from rankwise.importance.settings import ImportanceOption
 from rankwise.measures import DELTA
 from rankwise.tracing import CapturedMixer, CapturedState, OperatorFunction, Trace, capture, compiled_modules
-from rankwise.tracing.model_checks import sharded_again, without_copies
+from rankwise.tracing.model_checks import sharded_again
 
 """Reason why `compress` refuses layers of PyTorch."""
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rankwise._internals.forward import config_value
-from rankwise._internals.torch_private import dropout_rate, is_compiled, original_of, runs_compiled_eagerly
+from rankwise._internals.torch_private import dropout_rate, is_compiled, runs_compiled_eagerly
 from rankwise.errors import CaptureError, InputError, described, did_you_mean, instance_of
 from rankwise.operators import MixingOperator
 from rankwise.tracing.block_finder import matches
@@ -212,16 +212,6 @@ def is_of(thing: object, package: str, name: str) -> bool:
     """Return True if an object is a ``torch.distributed.{package}.{name}``, without importing the package."""
     kind = getattr(sys.modules.get(f"torch.distributed.{package}"), name, None)
     return kind is not None and isinstance(thing, kind)
-
-
-def without_copies(model: Any) -> Any:
-    """Return the model inside a wrapper of DDP or `torch.nn.DataParallel`; any other model unchanged.
-
-    The wrapper hides the model's arguments and structure, and DDP waits for other processes.
-    """
-    inner = original_of(model)
-    copies = isinstance(inner, nn.parallel.DistributedDataParallel | nn.DataParallel)
-    return inner.module if copies else model
 
 
 @contextmanager
