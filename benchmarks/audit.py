@@ -100,7 +100,7 @@ def runs_of(model: Any, batches: Batches) -> dict[str, Callable[[], Any]]:
             found.add_heads(measure_heads(*sampled(site), DELTA, "auto"))
         for state in trace.states:
             found.add_states(measure_states(state, None))
-        found.head_records(DELTA)
+        found.head_records()
 
     def on_one_thread() -> rw.Audit:
         threads = torch.get_num_threads()

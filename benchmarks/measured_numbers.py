@@ -44,7 +44,7 @@ def measure(subject: str, minilm: Path | None, out: Path) -> None:
         keep("compared importance", rw.compare(*parts))
     if subject in ("demo", "faults"):
         model.unused = None  # what the model never calls cannot be initialized anew
-        keep("baseline", rw.audit(model, batches, baseline=2))
+        keep("at_init", rw.audit(model, batches, at_init=2))
     if subject == "demo":
         mean = rw.importance.ImportanceSettings(ablation="mean")
         keep("importance by means", rw.audit(model, batches[:1], importance=mean))
@@ -81,15 +81,15 @@ def _curves(history: Any) -> list[dict[str, Any]]:
 
 
 def _monitored(model: Any, batches: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], Any]:
-    """Train a copy for three steps with a monitor; return its scalars and its history."""
+    """Train a copy for three steps with a monitor; return its logged numbers and its history."""
     import torch
 
     import rankwise as rw
 
-    model, scalars, logged = copy.deepcopy(model).train(), rw.monitor.scalars, []
+    model, logged = copy.deepcopy(model).train(), []
     monitor, optimizer = rw.RankMonitor(batches[0], every=1), torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(3):
-        for name, value in scalars(monitor.step(model, step)).items():
+        for name, value in rw.monitor.logged_numbers(monitor.step(model, step)).items():
             _, group, place = name.split("/")  # such as rank/heads_effective_rank/layers.00
             of, _, measure = group.partition("_")
             where = {"of": of, "measure": measure, "name": f"step {step} {place}"}

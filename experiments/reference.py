@@ -8,16 +8,16 @@ from typer.main import get_command
 
 from experiments.render import fill_page, markdown_table
 from rankwise import measures
-from rankwise.auditing import findings, frames
+from rankwise.auditing import findings, tables
 from rankwise.auditing.measure_table import HEAD_MEASURES, STATE_MEASURES, Measure
 from rankwise.cli import app
 
-FUNCTIONS = {*measures.__all__} - {"coding_rate"}
-"""Functions with the names of measures; `coding_rate` is another number for token states than for heads."""
+FUNCTIONS = {*measures.__all__}
+"""Functions with the names of measures."""
 
 COLUMNS = {
     "place and kind": "stack site layer head kind mask cross call",
-    "sequences": "sequences nonfinite estimated fallbacks",
+    "sequences": "sequences nonfinite_sequences estimated_sequences svd_sequences",
     "size": "tokens sources full_rank head_dim hidden_size heads_per_group",
     "ranks": "numerical_rank scale_free_rank effective_rank stable_rank required_head_dim sigma_max",
     "rows": "row_entropy first_token_mass max_token_mass",
@@ -72,7 +72,7 @@ def _comparison() -> str:
     """Return a table: what a comparison matches the findings of each code by, and when one is worse."""
     rows = [
         (f"[{code}](#{code.lower()})", rule.about, f"`{rule.decided_by}`", rule.worse)
-        for code, rule in findings.RULES.items()
+        for code, rule in findings.FINDING_RULES.items()
     ]
     return markdown_table(("code", "matched by", "number that decides", "worse if it is"), rows)
 
@@ -80,7 +80,7 @@ def _comparison() -> str:
 def _columns(kind: str) -> str:
     """Return a table of the columns that each CSV file of a kind has, by group."""
     groups: dict[str, list[str]] = {}
-    for name in frames.table(kind, [])[0]:
+    for name in tables.table(kind, [])[0]:
         found = [group for group, names in COLUMNS.items() if name in names.split()]
         groups.setdefault(*found or ["other measures"], []).append(f"`{name}`")
     return markdown_table(

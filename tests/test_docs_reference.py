@@ -14,7 +14,7 @@ import pytest
 from typer.main import get_command
 
 import rankwise
-from rankwise.auditing import RULES, Finding, HeadRecord, StateRecord
+from rankwise.auditing import FINDING_RULES, Finding, HeadRecord, StateRecord
 from rankwise.cli import app
 
 ROOT = Path(__file__).parents[1]
@@ -130,7 +130,7 @@ def test_every_option_of_a_command_is_on_the_page(name: str) -> None:
         assert help_text == one.help.replace("\\", "")
 
 
-@pytest.mark.parametrize("code", RULES)
+@pytest.mark.parametrize("code", FINDING_RULES)
 def test_every_finding_has_a_section_that_says_what_to_do(code: str) -> None:
     page = section("findings", f"## {code}")
     assert page.lstrip().startswith("**Meaning**: ")

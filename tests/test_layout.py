@@ -107,7 +107,7 @@ def test_only_recommendations_of_skips_read_audits_and_none_runs_one() -> None:
 
 def test_the_arrow_test_sees_a_wrong_import(tmp_path: Path) -> None:
     wrong = tmp_path / "wrong.py"
-    lines = ["from rankwise.tracing.context import capture", "def f():", "    import rankwise.report"]
+    lines = ["from rankwise.tracing.capture_context import capture", "def f():", "    import rankwise.report"]
     wrong.write_text("\n".join(lines))
     assert imports(wrong) == {("tracing", False), ("report", True)}
     assert internal_names(wrong) == ["capture"]

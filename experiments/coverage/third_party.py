@@ -79,8 +79,8 @@ def x_transformers(
     return mix(scores.softmax(-1))
 
 
-def nystrom(layer: Any, x: Tensor, **rest: Any) -> Tensor:
-    """softmax(Q K̃ᵀ) · pseudo-inverse of softmax(Q̃ K̃ᵀ) · softmax(Q̃ Kᵀ), with zeros before the tokens."""
+def nystrom(layer: Any, x: Tensor, **rest: Any) -> tuple[Tensor, Tensor]:
+    """softmax(Q̃ Kᵀ), and softmax(Q K̃ᵀ) · pseudo-inverse of softmax(Q̃ K̃ᵀ); zeros before the tokens."""
     x = F.pad(x, (0, 0, -x.shape[1] % layer.num_landmarks, 0))
     q, k, _ = (split(part, layer.heads) for part in layer.to_qkv(x).chunk(3, -1))
     few_q, few_k = (part.unflatten(2, (layer.num_landmarks, -1)).mean(3) for part in (q, k))
@@ -89,7 +89,7 @@ def nystrom(layer: Any, x: Tensor, **rest: Any) -> Tensor:
     for _ in range(layer.pinv_iterations):
         step = inner @ inverse
         inverse = inverse @ (13 * one - step @ (15 * one - step @ (7 * one - step))) / 4
-    return softmax(q, few_k) @ inverse @ softmax(few_q, k)
+    return softmax(few_q, k), softmax(q, few_k) @ inverse
 
 
 def linformer(layer: Any, x: Tensor) -> Tensor:
@@ -206,7 +206,8 @@ def check(case: dict[str, Any]) -> Report:
 
     def compute(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         matrix, named = MATRICES[layers[type(layer).__name__]], {name: exact(kwargs[name]) for name in kwargs}
-        by_hand.append(matrix(copy.deepcopy(layer).double(), *map(exact, args), **named))
+        matrices = matrix(copy.deepcopy(layer).double(), *map(exact, args), **named)
+        by_hand.extend(matrices if isinstance(matrices, tuple) else (matrices,))
 
     for layer in model.modules():  # usual initial weights give almost uniform attention
         if isinstance(layer, nn.Linear):

@@ -26,12 +26,10 @@ from rankwise._internals.statistics import spearman
 from rankwise.auditing.measure_table import HEAD_MEASURES
 from rankwise.cli.load_data import load_data
 from rankwise.cli.load_model import demo_model, demo_text, load_model
-from rankwise.importance import ImportanceSettings, ablation_cost, measure
+from rankwise.importance import ImportanceSettings, ablation_cost, measure_importance
 from rankwise.importance.records import HeadImportance, agreement
 
 ESTIMATES = {
-    "first_order": "first order, Σ abs. ∂S_i/∂ξ / N",
-    "fisher": "empirical Fisher",
     "curvature": "curvature, 8 projections",
     "estimate": "curvature − gradient, 8 projections",
 }
@@ -45,10 +43,13 @@ RANKS = {
 }
 ONE_PROBE, OTHER_TEXTS = "estimate, 1 projection", "exact on other texts"
 COMPARED = {
+    "first_order": "first order, Σ abs. ∂S_i/∂ξ / N",
+    "fisher": "empirical Fisher",
     **ESTIMATES,
     ONE_PROBE: "the same with 1 projection",
     OTHER_TEXTS: "exact costs of splits 1–2, 1–3, 2–3",
 }
+"""Rows of the table; first order and Fisher information are in kept results only."""
 LIGHT, DARK = (158, 196, 224), (16, 58, 96)
 
 
@@ -85,7 +86,9 @@ def one_model(
         assert record.removable is not None
         sets.append(held_out(model, splits, at, "exact", "zero", record.removable.heads))
         for removal in ("zero", "mean"):
-            estimated = measure(model, split, ImportanceSettings(ablation=removal, **probes)).record.removable
+            estimated = measure_importance(
+                model, split, ImportanceSettings(ablation=removal, **probes)
+            ).record.removable
             assert estimated is not None
             sets.append(held_out(model, splits, at, "estimate", removal, estimated.heads))
     single = ImportanceSettings(probes=1, tolerance=None, seed=settings.seed)
@@ -106,7 +109,8 @@ def one_model(
             name: [[shown[name].value(head) for head in audit.heads] for audit in audits] for name in RANKS
         },
         "one_probe": [
-            [head.estimate for head in measure(model, split, single).heads.values()] for split in splits
+            [head.estimate for head in measure_importance(model, split, single).heads.values()]
+            for split in splits
         ],
         "sets": sets,
     }
@@ -192,7 +196,7 @@ def by_split(splits: int, rows: Iterable[Sequence[str]]) -> str:
 
 def correlation_table(found: Report, names: dict[str, str]) -> str:
     """Return a row per measure that is known on a split."""
-    known = {name: found[name] for name in names if any(value is not None for value in found[name])}
+    known = {name: found[name] for name in names if any(value is not None for value in found.get(name, ()))}
     rows = [
         [names[name], *("–" if one is None else f"{one:.2f}" for one in values)]
         for name, values in known.items()

@@ -24,13 +24,13 @@ from rankwise.cli.load_data import load_text
 TOKENS, SEQUENCES, SEEDS = 256, 8, 3
 COLUMNS = {
     "trained": lambda head: head.numerical_rank,
-    "fresh": lambda head: head.baseline.mean["numerical_rank"],
-    "fresh_std": lambda head: head.baseline.seed_std["numerical_rank"],
+    "fresh": lambda head: head.at_init.mean["numerical_rank"],
+    "fresh_std": lambda head: head.at_init.seed_std["numerical_rank"],
     "winners": lambda head: head.one_hot_rank,
     "random": lambda head: head.random_rank,
     "uniform": lambda head: head.uniform_rank,
     "effective": lambda head: head.effective_rank,
-    "fresh_effective": lambda head: head.baseline.mean["effective_rank"],
+    "fresh_effective": lambda head: head.at_init.mean["effective_rank"],
 }
 """Means over the heads of a layer."""
 
@@ -43,7 +43,7 @@ def measure(text: Path) -> dict[str, Any]:
     reviews = load_text(text)
     assert not isinstance(reviews, str), "one review a line"
     audit = rw.audit(
-        model, texts=list(reviews[:SEQUENCES]), tokenizer=tokenizer, tokens=TOKENS, baseline=SEEDS
+        model, texts=list(reviews[:SEQUENCES]), tokenizer=tokenizer, tokens=TOKENS, at_init=SEEDS
     )
     layers = sorted({head.layer for head in audit.heads})
     rows = [_row(layer, [head for head in audit.heads if head.layer == layer]) for layer in layers]
@@ -51,7 +51,7 @@ def measure(text: Path) -> dict[str, Any]:
         "model": "all-MiniLM-L6-v2",
         "data": f"the first {SEQUENCES} test reviews of IMDB, at most {TOKENS} tokens",
         "delta": audit.provenance.delta,
-        "seeds": audit.baseline.seeds if audit.baseline else [],
+        "seeds": audit.at_init.seeds if audit.at_init else [],
         "tokens": round(mean(head.tokens for head in audit.heads), 1),
         "heads": len(audit.heads),
         "rows": rows,

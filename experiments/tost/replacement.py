@@ -35,7 +35,7 @@ from experiments.render import markdown_table, mean_std
 from experiments.study import Report, Study
 from experiments.tost.replaced_attention import replace_attention
 from experiments.tost.train_demo import DEMO, TOKENIZER, encode, split
-from rankwise.importance import ImportanceSettings, ablation_cost, measure
+from rankwise.importance import ImportanceSettings, ablation_cost, measure_importance
 from rankwise.ops import half_lives
 from rankwise.tracing import Address
 
@@ -120,7 +120,7 @@ def guides(model: nn.Module, given: list[Batch]) -> dict[str, list[float]]:
     """Return, by layer, the loss without its attention, and the mean effective rank of its heads."""
     settings = ImportanceSettings(tolerance=None, probes=0)
     mixers: dict[Address, list[Address]] = {}
-    for head in measure(model, given[:1], settings).heads:
+    for head in measure_importance(model, given[:1], settings).heads:
         mixers.setdefault(head.at(None), []).append(head)
     sites = sorted(mixers.values(), key=lambda heads: heads[0].layer or 0)
     heads = rw.audit(model, given).heads

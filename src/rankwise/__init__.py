@@ -8,7 +8,7 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from rankwise._internals.lazy import connect_report, lazy_names
+from rankwise._internals import connect_report, lazy_names
 
 if TYPE_CHECKING:
     from rankwise import auditing as auditing

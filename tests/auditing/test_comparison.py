@@ -152,7 +152,7 @@ def test_a_number_known_in_one_audit_is_a_change_of_the_whole_range() -> None:
 
 def test_the_order_of_records_does_not_matter() -> None:
     audit = records.encoder_decoder()
-    reverse = changed(audit, layers=audit.states[::-1]).model_copy(update={"heads": audit.heads[::-1]})
+    reverse = changed(audit, states=audit.states[::-1]).model_copy(update={"heads": audit.heads[::-1]})
     assert compare(audit, reverse).is_empty
 
 
@@ -194,7 +194,7 @@ WARNINGS = [
     ({"origin": {"delta": 0.1}}, "δ differs: 0.01 before, 0.1 after"),
     ({"origin": {"data": "other.txt"}}, "The data differ: sentences.txt before, other.txt after"),
     ({"origin": {"data": ""}}, "The data differ: sentences.txt before, unknown after"),
-    ({"origin": {"method": "estimate"}}, "The method differs: exact before"),
+    ({"origin": {"rank_method": "estimate"}}, "The method differs: exact before"),
     ({"origin": {"sequences": 8}}, "The sequences differ: 64 before, 8 after"),
     ({"origin": {"measure_dtype": "float32"}}, "The dtype of the measures differs: float64 before"),
     (
@@ -220,7 +220,7 @@ def test_another_model_or_revision_causes_no_warning() -> None:
 
 
 def test_skips_examined_in_one_audit_cause_a_warning_if_a_finding_depends_on_them() -> None:
-    advised = changed(ENCODER, origin={"advised": True})
+    advised = changed(ENCODER, origin={"skips_examined": True})
     assert compare(ENCODER, advised).is_empty
     assert compare(ENCODER, advised).warnings == []
     inactive = records.finding("INACTIVE_BLOCK", evidence={"mixer_share": 0.001})

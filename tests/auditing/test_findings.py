@@ -23,19 +23,18 @@ from tests.support.records import (
 )
 
 from rankwise.auditing import (
-    RULES,
+    FINDING_RULES,
     Audit,
     Finding,
     HeadRecord,
     Remedy,
     StateRecord,
     UncapturedModule,
-    check_codes,
     compare,
     findings,
     remedy_text,
 )
-from rankwise.auditing.findings import diagnose
+from rankwise.auditing.findings import check_codes, diagnose
 from rankwise.auditing.records import Verdict
 from rankwise.auditing.remedies import LINEAR, compress_remedy, in_steps, removal_remedy
 from rankwise.errors import InputError
@@ -46,7 +45,7 @@ Fields = dict[str, Any]
 CONSTANT = {"stable_rank": 1.05, "row_spread": 0.2}
 NARROW = {"head_dim": 15, "required_head_dim": 2}
 SINK = {"max_token_mass": 0.95}
-BROKEN = {"nonfinite": 1}
+BROKEN = {"nonfinite_sequences": 1}
 TWINS = [{"nearest_head": 1 - at, "nearest_head_distance": 0.05} for at in range(2)]
 
 CASES: dict[str, tuple[str, Fields, Fields]] = {
@@ -68,7 +67,7 @@ CASES: dict[str, tuple[str, Fields, Fields]] = {
     "tokens": ("OVERSIZED_HEADS", NARROW, NARROW | {"head_dim": 16}),
     "queries": ("OVERSIZED_HEADS", NARROW | {"tokens": 31}, NARROW | {"tokens": 30}),
     "keys": ("OVERSIZED_HEADS", NARROW | {"sources": 31}, NARROW | {"sources": 30}),
-    "nan": ("NONFINITE", {"nonfinite": 1}, {"nonfinite": 0}),
+    "nan": ("NONFINITE", {"nonfinite_sequences": 1}, {"nonfinite_sequences": 0}),
 }
 """Code, a head that just has this finding, and a head that does not."""
 LAYER_CASES: list[tuple[str, list[StateRecord], list[StateRecord]]] = [
@@ -81,7 +80,7 @@ LAYER_CASES: list[tuple[str, list[StateRecord], list[StateRecord]]] = [
         [token_state(1, 0.9, relative_update=0.009)],
         [token_state(1, 0.9, relative_update=0.011)],
     ),
-    ("NONFINITE", [token_state(1, math.nan, nonfinite=2)], [token_state(1, math.nan)]),
+    ("NONFINITE", [token_state(1, math.nan, nonfinite_sequences=2)], [token_state(1, math.nan)]),
 ]
 """The same for rules of token states."""
 
@@ -117,11 +116,11 @@ def test_a_finding_of_a_layer_appears_at_its_threshold(
 
 def test_every_rule_has_a_case() -> None:
     codes = {code for code, *_ in (*CASES.values(), *LAYER_CASES)}
-    assert codes | {"DUPLICATE_HEADS", "NOT_CAPTURED", "RANDOM_WEIGHTS", "REMOVABLE"} == set(RULES)
+    assert codes | {"DUPLICATE_HEADS", "NOT_CAPTURED", "RANDOM_WEIGHTS", "REMOVABLE"} == set(FINDING_RULES)
 
 
 def test_the_walk_through_adds_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(findings, "RULES", {**RULES})
+    monkeypatch.setattr(findings, "FINDING_RULES", {**FINDING_RULES})
     page = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
     [example] = re.findall(r"```python\n(@rule\(.*?)```", page, re.DOTALL)
     exec(example, {**vars(findings)})
@@ -131,8 +130,10 @@ def test_the_walk_through_adds_a_finding(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_the_reference_has_the_codes_and_their_severities() -> None:
     page = (Path(__file__).parents[2] / "docs/reference/findings.md").read_text()
-    rows = re.findall(r"^\| \[(\w+)\]\(#(\w+)\) \| ([\w, ]+) \| ", page, re.MULTILINE)
-    assert sorted((code, code.lower()) for code in RULES) == sorted((code, link) for code, link, _ in rows)
+    rows = re.findall(r"^\| \[(\w+)\]\(#(\w+)\) \| ((?:error|warning|info)[\w, ]*) \| ", page, re.MULTILINE)
+    assert sorted((code, code.lower()) for code in FINDING_RULES) == sorted(
+        (code, link) for code, link, _ in rows
+    )
     severities = {code: severity.split(", ") for code, _, severity in rows}
     assert [one for one in examples() if one.severity not in severities[one.code]] == []
 
@@ -159,10 +160,12 @@ def test_the_evidence_contains_the_deciding_number() -> None:
         finding for finding in found if finding.code == "NONFINITE" and finding.where.head is None
     ]
     for finding in found:
-        assert RULES[finding.code].decided_by in finding.evidence or finding in about_states
+        assert FINDING_RULES[finding.code].decided_by in finding.evidence or finding in about_states
 
 
-@pytest.mark.parametrize("code", [code for code, rule in RULES.items() if rule.about in ("head", "group")])
+@pytest.mark.parametrize(
+    "code", [code for code, rule in FINDING_RULES.items() if rule.about in ("head", "group")]
+)
 def test_a_finding_states_the_known_cost_of_its_heads(code: str) -> None:
     """A head whose matrix is NaN has no cost."""
     priced = {"importance": HeadImportance(exact=0.01)}
@@ -259,7 +262,7 @@ def test_a_collapse_is_at_its_first_layer_and_each_stack_has_its_own() -> None:
 @pytest.mark.parametrize(("site", "named"), [("h.0.attn", "h.0.attn"), ("", "the model itself")])
 def test_nonfinite_attention_names_its_module(site: str, named: str) -> None:
     """The model itself may be a mixer, which has no name."""
-    assert only(head(site=site, nonfinite=2)).meaning.startswith(f"Attention of {named}: ")
+    assert only(head(site=site, nonfinite_sequences=2)).meaning.startswith(f"Attention of {named}: ")
 
 
 def test_modules_that_were_not_captured_are_counted_by_class() -> None:
@@ -275,7 +278,7 @@ def test_modules_that_were_not_captured_are_counted_by_class() -> None:
 
 def test_the_most_severe_findings_are_first() -> None:
     long = SINK | {"tokens": 64, "sources": 64}
-    found = diagnose(heads({"identity_distance": 0.0}, long, {"nonfinite": 1}, SINK), (), ())
+    found = diagnose(heads({"identity_distance": 0.0}, long, {"nonfinite_sequences": 1}, SINK), (), ())
     assert [finding.severity for finding in found] == ["error", "warning", "info", "info"]
     assert [finding.code for finding in found[2:]] == ["IDENTITY", "SINK"]
 
@@ -336,7 +339,7 @@ def attention(self: Fields, cross: Fields) -> Audit:
 REPLACED = ["new", "resolved"]
 OUTCOMES: dict[str, tuple[Audit, Audit, list[str]]] = {
     "another head of the mixer is NaN": (
-        audit(heads({"nonfinite": 1}, {})), audit(heads({}, {"nonfinite": 1})), ["unchanged"],
+        audit(heads(BROKEN, {})), audit(heads({}, BROKEN)), ["unchanged"],
     ),
     "another head is a sink": (audit(heads(SINK, {})), audit(heads({}, SINK)), REPLACED),
     "another head is the identity": (
@@ -469,24 +472,29 @@ def test_the_place_of_a_finding_is_an_address_of_blocks_and_heads() -> None:
 
 
 def test_a_verdict_counts_broken_states_by_the_block_that_wrote_them() -> None:
-    states = [token_state(at, 0.9 if at < 3 else math.nan, nonfinite=2 * (at > 2)) for at in range(5)]
+    states = [
+        token_state(at, 0.9 if at < 3 else math.nan, nonfinite_sequences=2 * (at > 2)) for at in range(5)
+    ]
     assert audit([], states=states).verdict.sentence == "Not healthy: NaN or infinity in layers 2, 3."
     head_and_state = audit(
-        heads({"nonfinite": 1}), states=[token_state(0, 0.9), token_state(1, math.nan, nonfinite=1)]
+        heads(BROKEN),
+        states=[token_state(0, 0.9), token_state(1, math.nan, nonfinite_sequences=1)],
     )
     assert head_and_state.verdict.sentence == "Not healthy: NaN or infinity in layer 0."
-    embedding = audit([], states=[token_state(0, math.nan, nonfinite=1)])
+    embedding = audit([], states=[token_state(0, math.nan, nonfinite_sequences=1)])
     assert embedding.verdict.sentence == "Not healthy: NaN or infinity in the input."
 
 
 def test_the_first_broken_place_comes_first() -> None:
-    states = [token_state(at, 0.9 if at < 1 else math.nan, nonfinite=2 * (at > 0)) for at in range(3)]
-    mixers = [[head(layer=at, site=f"h.{at}", nonfinite=2 * (at > 0))] for at in range(2)]
+    states = [
+        token_state(at, 0.9 if at < 1 else math.nan, nonfinite_sequences=2 * (at > 0)) for at in range(3)
+    ]
+    mixers = [[head(layer=at, site=f"h.{at}", nonfinite_sequences=2 * (at > 0))] for at in range(2)]
     places = [(finding.place, *finding.heads) for finding in audit(*mixers, states=states).findings]
     assert places == [("h layer 0",), ("h layer 1 head 0", 0), ("h layer 1",)]
 
 
-@pytest.mark.parametrize("found", [audit([], states=token_states(0.9, 0.02)), audit(heads({"nonfinite": 1}))])
+@pytest.mark.parametrize("found", [audit([], states=token_states(0.9, 0.02)), audit(heads(BROKEN))])
 def test_with_errors_only_their_remedies_are_actions(found: Audit) -> None:
     narrow = audit(heads(NARROW))
     assert narrow.verdict.actions == (advice(narrow.findings[0]),)
@@ -497,7 +505,8 @@ def test_with_errors_only_their_remedies_are_actions(found: Audit) -> None:
 
 def test_a_verdict_names_kinds_and_places_and_has_an_action_per_code() -> None:
     found = audit(
-        heads(SINK, SINK, {"identity_distance": 0.01}, {"nonfinite": 1}), states=token_states(0.9, 0.02)
+        heads(SINK, SINK, {"identity_distance": 0.01}, BROKEN),
+        states=token_states(0.9, 0.02),
     )
     verdict = found.verdict
     assert verdict.sentence == (
@@ -597,7 +606,7 @@ def test_no_audit_is_advised_that_was_just_run() -> None:
     ("dtype", "half"), [("float32", False), ("float64", False), ("bfloat16, float32", True)]
 )
 def test_float32_is_advised_against_nan_only_to_models_in_half_precision(dtype: str, half: bool) -> None:
-    found = audit(heads({"nonfinite": 1}))
+    found = audit(heads(BROKEN))
     about = found.provenance.model_copy(update={"arguments": [["m"]], "model_dtype": dtype})
     (finding,) = diagnose(found.heads, (), (), provenance=about)
     assert ("`rankwise audit m --dtype float32" in advice(finding, about)) == half

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from tests.support import records
 from tests.support.documents import history_document
 from tests.support.modules import token_ids
-from tests.support.records import BaselineRecord, HeadImportance, changed
+from tests.support.records import HeadImportance, InitialModels, changed
 from tests.unchecked import unchecked
 
 import rankwise as rw
-from rankwise.auditing import Comparison, History, in_order
+from rankwise.auditing import Comparison, History, sort_by_step
 from rankwise.auditing.comparison import layer_means, paired_stacks
 from rankwise.auditing.history import folder_name, steps_of
 from rankwise.errors import InputError, RecordError
@@ -36,7 +36,7 @@ def moved(step: int, **fields: object) -> rw.Audit:
 def test_steps_are_read_from_names_and_order_them(numbers: list[int]) -> None:
     names = [f"run-7/checkpoint-{number}" for number in numbers]
     assert steps_of(names) == numbers
-    assert in_order(names) == [f"run-7/checkpoint-{number}" for number in sorted(numbers)]
+    assert sort_by_step(names) == [f"run-7/checkpoint-{number}" for number in sorted(numbers)]
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_steps_are_read_from_names_and_order_them(numbers: list[int]) -> None:
 )
 def test_names_without_steps_keep_their_order(names: list[str]) -> None:
     assert steps_of(names) is None
-    assert in_order(names) == names
+    assert sort_by_step(names) == names
 
 
 @given(st.permutations(range(5)))
@@ -150,7 +150,7 @@ def test_costs_of_two_losses_are_two_curves() -> None:
     [
         ({}, {}, "step-1 has the lowest loss, 1.5 nats per token; first 2, last 1.75. Last audit: "),
         ({"loss": "masked tokens"}, {}, "Last audit: "),
-        ({}, {"parts": ["other"]}, "Last audit: "),
+        ({}, {"data_digests": ["other"]}, "Last audit: "),
         ({"value": math.nan}, {}, "step-1 has the lowest loss, 1.5 nats per token; first 2. Last audit: "),
     ],
 )
@@ -170,19 +170,22 @@ def test_a_history_names_the_audit_with_the_lowest_loss_on_equal_data(
     assert ("history-loss" in [figure.name for figure in document.sections[0].figures]) == ("lowest" in said)
 
 
-def test_a_baseline_in_one_audit_causes_a_warning_and_no_change() -> None:
-    record = BaselineRecord(seeds=[0, 1, 2], built="from its configuration")
+def test_initialization_in_one_audit_causes_a_warning_and_no_change() -> None:
+    record = InitialModels(seeds=[0, 1, 2], built="from its configuration")
     first, second = (
-        changed(moved(0, init_numerical_rank=rank, init_effective_rank=8.0), baseline=record)
+        changed(moved(0, init_numerical_rank=rank, init_effective_rank=8.0), at_init=record)
         for rank in (20.0, 30.0)
     )
     for before, after, alone in ((ENCODER, first, "after"), (first, ENCODER, "before")):
         found = rw.compare(before, after)
         assert not any(change.measure.startswith("init_") for change in [*found.changes, *found.by_layer])
-        assert any(one.startswith(f"Only the audit {alone} has a baseline") for one in found.warnings)
+        assert any(
+            one.startswith(f"Only the audit {alone} was compared with initialization")
+            for one in found.warnings
+        )
     assert {change.measure for change in rw.compare(first, second).changes} == {"init_numerical_rank"}
     history = History([(0, ENCODER), (1, first), (2, ENCODER)])
-    assert history.warnings == ["Only in step-1: a baseline."]
+    assert history.warnings == ["Only in step-1: an audit at initialization."]
 
 
 def test_a_number_of_a_layer_is_the_mean_of_its_heads_and_of_their_spreads() -> None:
@@ -303,7 +306,7 @@ def test_a_stack_inside_another_model_is_matched_by_its_numbers() -> None:
             at: {"stack": f"bert.{one.stack}", "site": f"bert.{one.site}"}
             for at, one in enumerate(ENCODER.heads)
         },
-        layers=[one.model_copy(update={"stack": f"bert.{one.stack}"}) for one in ENCODER.states],
+        states=[one.model_copy(update={"stack": f"bert.{one.stack}"}) for one in ENCODER.states],
     )
     comparison = rw.compare(ENCODER, inside)
     assert paired_stacks(ENCODER, inside) == {"encoder.layer": "bert.encoder.layer"}

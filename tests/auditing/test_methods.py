@@ -45,13 +45,13 @@ def test_an_estimate_of_small_heads_is_exact(family, sizes, batch):
     exact, estimated = (rw.audit(model, [batch], rank_method=method) for method in ("exact", "estimate"))
     for one, other in zip(exact.heads, estimated.heads, strict=True):
         assert_alike(one, other)
-        assert (one.estimated, other.estimated) == (0, one.sequences)
+        assert (one.estimated_sequences, other.estimated_sequences) == (0, one.sequences)
         assert (one.stderr, set(other.stderr)) == ({}, set(RANKS))
         assert one.rank_low == one.rank_high == one.numerical_rank
         assert other.rank_low <= one.numerical_rank <= other.rank_high
         assert other.spectrum == []
-    assert exact.provenance.method == "exact"
-    assert estimated.provenance.method == "estimated with 16 probes, 64 steps, seed 0"
+    assert exact.provenance.rank_method == "exact"
+    assert estimated.provenance.rank_method == "estimated with 16 probes, 64 steps, seed 0"
 
 
 def test_the_method_depends_on_the_tokens_of_each_sequence_without_padding(monkeypatch):
@@ -60,9 +60,9 @@ def test_the_method_depends_on_the_tokens_of_each_sequence_without_padding(monke
     mixed = rw.audit(model, [padded([12, 8, 3])])
     exact = rw.audit(model, [padded([12, 8, 3])], rank_method="exact")
     heads = len(mixed.heads)
-    assert {head.estimated for head in mixed.heads} == {1}
+    assert {head.estimated_sequences for head in mixed.heads} == {1}
     spectra = f"{2 * heads} of {3 * heads} spectra exact, the others estimated"
-    assert mixed.provenance.method.startswith(spectra)
+    assert mixed.provenance.rank_method.startswith(spectra)
     for one, other in zip(mixed.heads, exact.heads, strict=True):
         assert_alike(one, other)
         assert len(one.spectrum) == 8  # of the first sequence that has one
@@ -99,7 +99,7 @@ def test_limits_of_memory_do_not_change_the_numbers(room, batch, monkeypatch):
     assert max(decomposed) == min(room, BERT["num_attention_heads"]) * 12 * 12
     for one, other in zip(whole.heads, few.heads, strict=True):
         assert_alike(one, other)
-        assert one.band == other.band
+        assert one.numerical_rank == other.numerical_rank
         assert one.spectrum == other.spectrum
 
 
@@ -120,11 +120,11 @@ def test_a_count_that_cannot_be_resolved_is_an_interval(monkeypatch):
     assert [head.rank_low for head in again.heads] == [head.rank_low for head in coarse.heads]
 
 
-@pytest.mark.parametrize(("delta", "fallbacks"), [(1.0, 2), (0.5, 0)])
-def test_a_singular_value_at_the_threshold_needs_an_svd_and_is_counted(delta, fallbacks):
+@pytest.mark.parametrize(("delta", "svd_sequences"), [(1.0, 2), (0.5, 0)])
+def test_a_singular_value_at_the_threshold_needs_an_svd_and_is_counted(delta, svd_sequences):
     sites = sites_of(rw.operators.DenseMixing(torch.eye(100)[None, None]))
     audit = rw.audit(GivenOperator(), [torch.ones(1, 100, 4)] * 2, delta, sites=sites)
-    assert [(head.numerical_rank, head.fallbacks) for head in audit.heads] == [(100.0, fallbacks)]
+    assert [(head.numerical_rank, head.svd_sequences) for head in audit.heads] == [(100.0, svd_sequences)]
 
 
 @pytest.mark.parametrize(("channels", "measured"), [(128, 128), (129, 16)])

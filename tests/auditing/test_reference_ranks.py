@@ -1,4 +1,4 @@
-"""Reference ranks are those of random, hardmax and uniform heads under the mask, at each threshold."""
+"""Reference ranks are those of random, one-hot and uniform heads under the mask."""
 
 import math
 
@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.measures.measure_cases import matrices, normal
-from tests.support.modules import GivenAttention
+from tests.support.modules import GivenAttention, GivenOperator, sites_of
 from tests.support.records import HEAD_MEASURES
 from torch import Tensor
 
@@ -58,31 +58,31 @@ def test_a_random_rank_is_unknown_if_one_sequence_has_none(monkeypatch):
 
 
 @pytest.mark.parametrize("method", ["exact", "estimate"])
-def test_the_band_contains_the_ranks_at_its_thresholds(method):
+def test_ranks_and_references_are_counted_at_one_threshold(method):
     query, key = random_heads(100, heads=2)
     sigma = rw.measures.singular_values(rw.operators.SoftmaxMixing(query, key, is_causal=True))[0]
-    heads = rw.audit(GivenAttention(is_causal=True), [(query, key)], rank_method=method).heads
+    heads = rw.audit(GivenAttention(is_causal=True), [(query, key)], 0.02, rank_method=method).heads
     for head, values in zip(heads, sigma, strict=True):
-        assert [point.delta for point in head.band] == pytest.approx(
-            [0.01 * 10 ** (step / 4) for step in (-2, -1, 0, 1, 2)]
-        )
-        for point in head.band:
-            # 16·64 probes span the whole space: an estimate is exact
-            assert point.numerical_rank == point.rank_low == point.rank_high == (values >= point.delta).sum()
-            assert point.one_hot_rank == head.one_hot_rank
-            drawn = random_head_rank(100, 8, "causal", delta=point.delta, interpolate=True)
-            assert point.random_rank == drawn.mean
-            assert point.uniform_rank == uniform_rank(100, "causal", delta=point.delta)
-        middle = head.band[2]
-        for name in ("numerical_rank", "rank_low", "rank_high", "random_rank", "uniform_rank"):
-            assert getattr(middle, name) == getattr(head, name)
+        # 16·64 probes span the whole space: an estimate is exact
+        assert head.numerical_rank == head.rank_low == head.rank_high == (values >= 0.02).sum()
+        assert head.random_rank == random_head_rank(100, 8, "causal", delta=0.02, interpolate=True).mean
+        assert head.uniform_rank == uniform_rank(100, "causal", delta=0.02)
 
 
-def test_the_hardmax_rank_is_unknown_above_one() -> None:
+@pytest.mark.parametrize("tokens", [64, 1024])
+def test_equal_weights_under_a_causal_mask_have_the_uniform_rank(tokens):
+    even = torch.ones(tokens, tokens).tril() / torch.arange(1, tokens + 1)[:, None]
+    audit = rw.audit(
+        GivenOperator(), [torch.ones(1, tokens, 4)], sites=sites_of(DenseMixing(even[None, None]))
+    )
+    assert (audit.heads[0].mask, audit.heads[0].numerical_rank) == ("causal", audit.heads[0].uniform_rank)
+
+
+@pytest.mark.parametrize(("delta", "known"), [(1.0, True), (1.1, False)])
+def test_the_one_hot_rank_is_unknown_above_one(delta: float, known: bool) -> None:
     """A column that one row selects has the singular value 1."""
-    head = rw.audit(GivenAttention(), [random_heads(20)], delta=0.5).heads[0]
-    assert [math.isnan(point.one_hot_rank) for point in head.band] == [False] * 4 + [True]
-    assert math.isnan(rw.audit(GivenAttention(), [random_heads(20)], delta=1.1).heads[0].one_hot_rank)
+    rank = rw.audit(GivenAttention(), [random_heads(20)], delta=delta).heads[0].one_hot_rank
+    assert math.isfinite(rank) == known
 
 
 WINDOW = torch.ones(40, 40, dtype=torch.bool).tril().triu(-9)
@@ -212,7 +212,7 @@ def test_the_interval_of_an_estimate_contains_the_relative_rank():
 def record(kind: str, operator: MixingOperator, method: str = "auto"):
     valid = torch.ones(operator.shape[0], operator.shape[-1], dtype=torch.bool)
     site = CapturedMixer("mixer", 0, kind, operator, valid, valid, sequences=operator.shape[0], stack="s")
-    return measure_heads(*sampled(site), 0.01, method).to_records(0.01)[0]
+    return measure_heads(*sampled(site), 0.01, method).to_records()[0]
 
 
 @pytest.mark.parametrize("method", ["exact", "estimate"])
@@ -224,9 +224,3 @@ def test_mixers_with_signs_are_shown_by_relative_rank_and_softmax_by_numerical_r
     assert RANK.value(small) == RANK.value(large) == small.scale_free_rank / 40
     softmax = record("softmax", DenseMixing(1e-4 * matrix), method)
     assert RANK.value(softmax) == softmax.numerical_rank / 40
-
-
-def test_old_files_show_the_numerical_rank() -> None:
-    old = record("selective", DenseMixing(normal(1, 1, 20, 20)))
-    old = old.model_copy(update={"scale_free_rank": math.nan})
-    assert RANK.value(old) == old.numerical_rank / 20

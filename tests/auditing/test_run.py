@@ -179,7 +179,7 @@ def test_the_required_head_dim_pools_all_sequences() -> None:
     batch["attention_mask"] = torch.ones_like(batch["input_ids"])
     batch["attention_mask"][0, 17:] = 0
     audit = rw.audit(model, [batch])
-    assert {head.width for head in audit.heads} == {16}
+    assert {head.head_dim for head in audit.heads} == {16}
     with rw.capture(model) as trace, torch.no_grad():
         model(**batch)
     moments = (logit_moments(site.operator, site.valid_tokens, site.valid_sources) for site in trace.mixers)
@@ -200,7 +200,7 @@ def test_nan_weights_are_a_finding_and_other_heads_are_measured() -> None:
     first, *_ = findings(audit, "NONFINITE")
     assert (first.severity, first.where.layer, first.where.head) == ("error", 1, 0)
     assert all(math.isfinite(head(audit, 0, number).effective_rank) for number in range(4))
-    assert head(audit, 1, 0).nonfinite == 2
+    assert head(audit, 1, 0).nonfinite_sequences == 2
     assert math.isnan(head(audit, 1, 0).effective_rank)
 
 
@@ -213,7 +213,7 @@ def test_a_sequence_that_is_not_finite_is_excluded() -> None:
 
     batch = token_ids(3) | {"scale": torch.tensor([1.0, math.nan, 1.0])[:, None, None]}
     audit = rw.audit(kind(scaled, inner=nano_gpt)(), [batch])
-    assert {(one.sequences, one.nonfinite) for one in (*audit.heads, *audit.states)} == {(2, 1)}
+    assert {(one.sequences, one.nonfinite_sequences) for one in (*audit.heads, *audit.states)} == {(2, 1)}
 
 
 class Chunks(nn.Module):
@@ -247,22 +247,24 @@ def test_a_chunk_of_nothing_but_padding_is_not_a_sequence(
     mask[1, 6:] = 0
     batch = {"ids": ids, "mask": mask, "scale": torch.ones(2, 12, 1)}
     assert bool(model(**batch).isfinite().all())
-    audit = rw.audit(model, [batch], baseline=True)
+    audit = rw.audit(model, [batch], at_init=True)
     assert findings(audit, "NONFINITE") == []
-    assert {(one.sequences, one.nonfinite, one.tokens) for one in audit.states} == {(3, 0, 6)}
-    assert {(one.sequences, one.nonfinite, one.tokens) for one in audit.heads} == {(sequences, 0, 6)}
+    assert {(one.sequences, one.nonfinite_sequences, one.tokens) for one in audit.states} == {(3, 0, 6)}
+    assert {(one.sequences, one.nonfinite_sequences, one.tokens) for one in audit.heads} == {
+        (sequences, 0, 6)
+    }
     assert not any(math.isnan(one.numerical_rank) for one in audit.heads)
     batch["scale"][0, 0] = math.nan  # real tokens that are not finite are an error
     broken = rw.audit(model, [batch])
-    assert {(one.sequences, one.nonfinite) for one in broken.states} == {(2, 1)}
-    assert {(one.sequences, one.nonfinite) for one in broken.heads} == {(sequences - 1, 1)}
+    assert {(one.sequences, one.nonfinite_sequences) for one in broken.states} == {(2, 1)}
+    assert {(one.sequences, one.nonfinite_sequences) for one in broken.heads} == {(sequences - 1, 1)}
 
 
 def test_a_stack_without_a_single_token_has_no_numbers_and_no_error() -> None:
     model = Chunks(bert(), together=False).eval()
     batch = {"ids": token_ids(1, 12)["input_ids"], "mask": torch.zeros(1, 12, dtype=torch.long)}
     audit = rw.audit(model, [batch | {"scale": torch.ones(1, 12, 1)}])
-    assert {(one.sequences, one.nonfinite) for one in (*audit.heads, *audit.states)} == {(0, 0)}
+    assert {(one.sequences, one.nonfinite_sequences) for one in (*audit.heads, *audit.states)} == {(0, 0)}
     assert all(math.isnan(one.numerical_rank) for one in audit.heads)
     assert audit.findings == []
     assert rw.Audit.model_validate_json(audit.model_dump_json()).heads[0].sequences == 0
@@ -463,7 +465,7 @@ def test_a_second_run_of_a_stack_in_a_pass_is_measured_as_another_batch() -> Non
     twice = rw.audit(Encoders(encoder, True), [x])
     batches = rw.audit(Encoders(encoder, False), [x, x.flip(1)])
     assert math.isnan(twice.states[0].relative_update)
-    for field in ("layers", "heads"):
+    for field in ("states", "heads"):
         assert differences(twice.model_dump()[field], batches.model_dump()[field]) == []
 
 

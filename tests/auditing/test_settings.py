@@ -9,7 +9,7 @@ from tests.unchecked import unchecked
 from torch import nn
 
 import rankwise as rw
-from rankwise.auditing import BaselineSettings
+from rankwise.auditing import AtInitSettings
 from rankwise.auditing.settings import AuditOptions, AuditSettings, chosen_heads
 from rankwise.errors import InputError, RankwiseError
 from rankwise.importance import ImportanceSettings
@@ -21,8 +21,8 @@ WRONG = [
     ({"sites": ["layers.0"]}, "`sites`"),
     ({"sites": {"layers.0": 3}}, "`sites`"),
     ({"blocks": 3}, "`blocks`"),
-    ({"baseline": "yes"}, "`baseline`"),
-    ({"baseline": 0}, "`baseline`"),
+    ({"at_init": "yes"}, "`at_init`"),
+    ({"at_init": 0}, "`at_init`"),
     ({"importance": "yes"}, "`importance`"),
     ({"loss": "masked"}, "`loss`: expected True or False"),
     ({"attention_maps": "1"}, '`attention_maps`: expected "flagged", "all"'),
@@ -85,7 +85,7 @@ def test_maps_are_chosen_by_a_word_text_or_pairs(matrices, heads, flagged) -> No
     assert chosen.includes(0, 0) == (not heads)
 
 
-def test_importance_and_baseline_may_be_words_numbers_or_settings() -> None:
+def test_importance_and_at_init_may_be_words_numbers_or_settings() -> None:
     assert AuditSettings.of(importance=True).importance == ImportanceSettings()
     assert AuditSettings.of(importance="exact").importance == ImportanceSettings(exact=True)
     alone = ImportanceSettings(estimates=False)
@@ -93,10 +93,10 @@ def test_importance_and_baseline_may_be_words_numbers_or_settings() -> None:
     assert AuditSettings.of(loss=True, importance=True).importance == ImportanceSettings()
     own = ImportanceSettings(mask_token=3)
     assert AuditSettings.of(importance=own).importance == own
-    assert AuditSettings.of(baseline=True).baseline == BaselineSettings(3)
-    assert AuditSettings.of(baseline=2).baseline == BaselineSettings(2)
+    assert AuditSettings.of(at_init=True).at_init == AtInitSettings(3)
+    assert AuditSettings.of(at_init=2).at_init == AtInitSettings(2)
     build = Untouched
-    assert AuditSettings.of(baseline=build).baseline == BaselineSettings(3, build)
+    assert AuditSettings.of(at_init=build).at_init == AtInitSettings(3, build)
 
 
 def test_the_mask_token_comes_from_the_tokenizer_unless_it_is_set() -> None:

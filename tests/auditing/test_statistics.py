@@ -63,8 +63,8 @@ def test_merged_shards_equal_an_audit_of_all_sequences(model, sequences, shards)
     whole = whole.model_copy(update={"findings": kept})
     merged = rw.Audit.merge(shards)
     assert compared(whole, merged) == []
-    assert merged.provenance.audits == merged.provenance.sequences == len(sequences)
-    assert whole.heads[0].nonfinite == 1
+    assert merged.provenance.merged_audits == merged.provenance.sequences == len(sequences)
+    assert whole.heads[0].nonfinite_sequences == 1
     for first in OF_THE_FIRST:
         assert getattr(merged.heads[0], first) == getattr(whole.heads[0], first)
 
@@ -111,13 +111,18 @@ def test_estimates_keep_their_standard_errors() -> None:
     whole = rw.audit(layer, batches, rank_method="estimate")
     assert compared(whole, rw.Audit.merge(apart)) == []
     assert math.isfinite(whole.heads[0].stderr["effective_rank"])
-    assert whole.provenance.method.startswith("estimated")
+    assert whole.provenance.rank_method.startswith("estimated")
 
 
 def test_the_longest_sequences_determine_the_mask(shards) -> None:
     """A short sequence may fit into a window, or show only the causal part of a mask."""
     parts = [{"mask": "causal", "tokens": 4.0}, {"mask": "window", "tokens": 9.0}]
-    audits = [changed(shards[at], every=part | {"merging": None}) for at, part in enumerate(parts)]
+    audits = [
+        changed(
+            shards[index], every=part | {"merging": shards[index].heads[0].merging.model_copy(update=longest)}
+        )
+        for index, (part, longest) in enumerate(zip(parts, ({"longest": 4}, {"longest": 9}), strict=True))
+    ]
     for order in (audits, audits[::-1]):
         assert {head.mask for head in rw.Audit.merge(order).heads} == {"window"}
 
@@ -154,44 +159,37 @@ def test_costs_are_means_over_tokens_and_the_removable_set_is_dropped() -> None:
 
 def test_the_required_head_dim_is_dropped_with_one_note(shards) -> None:
     merged = rw.Audit.merge([rw.Audit.merge(shards[:2]), shards[3]])
-    assert all(math.isnan(head.required_head_dim) and head.width == 4 for head in merged.heads)
+    assert all(math.isnan(head.required_head_dim) and head.head_dim == 4 for head in merged.heads)
     assert sum("required width left out" in note for note in merged.provenance.notes) == 1
     assert not math.isnan(shards[0].heads[0].required_head_dim)
 
 
-def test_a_baseline_is_dropped_with_a_note() -> None:
+def test_measures_at_initialization_are_dropped_with_a_note() -> None:
     layer, batches = layer_and_batches(2, (9, 9))
-    merged = rw.Audit.merge([rw.audit(layer, [batch], baseline=2) for batch in batches])
-    assert merged.baseline is merged.heads[0].baseline is None
+    merged = rw.Audit.merge([rw.audit(layer, [batch], at_init=2) for batch in batches])
+    assert merged.at_init is merged.heads[0].at_init is None
     assert math.isnan(merged.heads[0].init_numerical_rank)
-    assert any("baseline left out" in note for note in merged.provenance.notes)
-
-
-def test_the_nearest_head_is_unknown_if_a_file_has_no_distances(shards) -> None:
-    merged = rw.Audit.merge([changed(shards[0], every={"merging": None}), *shards[1:]])
-    assert merged.heads[0].nearest_head is None
-    assert math.isnan(merged.heads[0].nearest_head_distance)
-    assert merged.heads[0].effective_rank == pytest.approx(rw.Audit.merge(shards).heads[0].effective_rank)
+    assert any("measures at initialization left out" in note for note in merged.provenance.notes)
 
 
 ORIGIN = {
     "model": "another", "model_class": "x.Y", "revision": "abc", "parameters": 5, "delta": 0.5,
-    "method_asked": "estimate", "model_dtype": "float16", "measure_dtype": "float32",
+    "rank_method_asked": "estimate", "model_dtype": "float16", "measure_dtype": "float32",
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("field", [*ORIGIN, "schema_version", "kind", "width", "site"])
+@pytest.mark.parametrize("field", [*ORIGIN, "schema_version", "kind", "hidden_size", "site"])
 def test_audits_that_differ_in_more_than_sequences_are_refused(shards, field) -> None:
     values = ""
     if field in ORIGIN:
         other = changed(shards[1], origin={field: ORIGIN[field]})
         values = f".*{getattr(shards[0].provenance, field)!r}.*{ORIGIN[field]!r}"
     elif field == "schema_version":
-        other, values = changed(shards[1], schema_version=4), ", got 3 and 4"
+        other, values = changed(shards[1], schema_version=5), ", got 4 and 5"
     elif field == "kind":
         other = changed(shards[1], every={field: "x"})
     else:
-        other = changed(shards[1], layers=[one.model_copy(update={field: "x"}) for one in shards[1].layers])
+        other = changed(shards[1], states=[one.model_copy(update={field: "x"}) for one in shards[1].states])
     with pytest.raises(RecordError, match=f"the same {field} in all of them{values}"):
         rw.Audit.merge([shards[0], other])
 
@@ -229,9 +227,10 @@ def test_a_merge_replaces_no_audit(out, shards, tmp_path) -> None:
 
 
 def test_audits_without_digests_are_merged(shards) -> None:
-    old = changed(shards[0], origin={"parts": [], "weights": "", "sources": {}})
+    old = changed(shards[0], origin={"data_digests": [], "weights_digest": "", "file_digests": {}})
     assert rw.Audit.merge([old, old, shards[1]]).provenance.sequences == 3
-    assert rw.Audit.merge([shards[1], old]).provenance.weights == shards[1].provenance.weights != ""
+    digest = shards[1].provenance.weights_digest
+    assert rw.Audit.merge([shards[1], old]).provenance.weights_digest == digest != ""
 
 
 def test_other_weights_are_refused_and_wrappers_have_the_same_digest(model, shards) -> None:
@@ -239,7 +238,9 @@ def test_other_weights_are_refused_and_wrappers_have_the_same_digest(model, shar
     other = made()
     with pytest.raises(RecordError, match="the same weights in all of them"):
         rw.Audit.merge([shards[0], rw.audit(other, [torch.randint(0, 7, (1, 8))])])
-    assert weights_digest(nn.Sequential(model)) == weights_digest(model) == shards[0].provenance.weights
+    assert (
+        weights_digest(nn.Sequential(model)) == weights_digest(model) == shards[0].provenance.weights_digest
+    )
     names = [name for name, _ in model.named_parameters()]
     assert weights_digest(model, names) == weights_digest(other, names)
     assert weights_digest(other.to("meta")) == ""

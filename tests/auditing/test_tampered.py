@@ -130,7 +130,7 @@ def test_too_large_a_grid_of_heads_is_refused_by_the_page_alone(tmp_path: Path) 
 def test_unknown_memberships_and_coding_rates_are_left_out(tmp_path: Path) -> None:
     content = copy.deepcopy(ORIGINALS["memberships"])
     for record in content["heads"]:
-        record["membership_map"][0] = record["coding_rate"] = None
+        record["membership_map"][0] = record["variational_rate"] = None
     audit = loaded(content, tmp_path)
     shown = shown_everywhere(audit, audit, tmp_path)
     assert re.search(r"the scale ends at 0\.\d\d<", shown)
@@ -168,7 +168,7 @@ def tampered(content: Content, draw: random.Random) -> Content:
     """Change, remove, invent or repeat a field in one record or in all records of a kind."""
     content = copy.deepcopy(content)
     for _ in range(draw.choice((1, 1, 3))):
-        parts = ["heads", "heads", "heads", "layers", "findings", "where", "provenance", "uncaptured"]
+        parts = ["heads", "heads", "heads", "states", "findings", "where", "provenance", "uncaptured"]
         records = part_of(content, draw.choice(parts))
         if not records or not records[0]:
             continue

@@ -76,7 +76,7 @@ def test_each_batch_runs_once_and_nothing_changes(name: str, method: Any) -> Non
     with untouched(model):
         audit = rw.audit(model, batches, rank_method=method)
     assert len(runs) == len(batches) == audit.provenance.batches
-    assert not audit.provenance.advised
+    assert not audit.provenance.skips_examined
 
 
 def test_the_models_of_these_tests_collapse_or_have_skips() -> None:

@@ -4,7 +4,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-OLD = Path(__file__).parents[1] / "old_files" / "audits"
+import torch
+
+import rankwise as rw
+
 CODE = """
 import sys
 sys.modules["torch"] = None  # every import of it fails
@@ -20,8 +23,10 @@ print(len(merged.summary()) > 0)
 
 
 def test_records_comparisons_and_pages_need_no_torch(tmp_path: Path) -> None:
-    paths = [str(OLD / f"part_{number}.json") for number in (0, 1)]
-    command = [sys.executable, "-c", CODE, *paths, str(tmp_path / "page.html")]
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    audits = [rw.audit(layer, [torch.randn(1, 12, 8)]) for _ in range(2)]
+    paths = [audit.save(tmp_path / f"{number}.json") for number, audit in enumerate(audits)]
+    command = [sys.executable, "-c", CODE, *map(str, paths), str(tmp_path / "page.html")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[1:] == ["Comparison History", "True"]

@@ -40,13 +40,13 @@ def test_writes_report_and_says_where(run: Run, tiny: Path, tmp_path: Path) -> N
         assert name in result.output
 
 
-def test_a_baseline_is_shown_next_to_the_model(run: Run, tiny: Path, tmp_path: Path) -> None:
+def test_initialization_is_shown_next_to_the_model(run: Run, tiny: Path, tmp_path: Path) -> None:
     result = run("audit", tiny, *DATA, "--sequences", 2, "--at-init-seeds", 2, "--verbose")
     assert result.exit_code == 0, result.output
     audit = audit_of(tmp_path)
-    assert audit.baseline is not None
-    assert audit.baseline.seeds == [0, 1]
-    assert all(head.baseline.judged for head in audit.heads)
+    assert audit.at_init is not None
+    assert audit.at_init.seeds == [0, 1]
+    assert all(head.at_init.seeds == 2 for head in audit.heads)
     said = " ".join(result.output.split())
     assert "at initialization, built from its configuration, on the same data, seeds 0, 1" in said
 
@@ -355,7 +355,7 @@ def test_a_collapse_is_followed_by_a_recommended_lambda(run: Run, tmp_path: Path
     result = run("audit", f"{NETS}:collapsing")
     assert result.exit_code == 0, result.output
     audit = audit_of(tmp_path)
-    assert (audit.provenance.advised, audit.provenance.batches) == (True, 2)
+    assert (audit.provenance.skips_examined, audit.provenance.batches) == (True, 2)
     (finding,) = [one for one in audit.findings if one.code == "COLLAPSE"]
     assert "lambda_tried" in finding.evidence
     assert finding.remedy is not None
@@ -395,7 +395,7 @@ def test_a_failed_or_interrupted_recommendation_does_not_cost_the_audit(
     assert result.exit_code == status, result.output
     assert note in " ".join(result.output.split())
     audit = audit_of(tmp_path)
-    assert (audit.complete, audit.provenance.advised, audit.provenance.batches) == (True, False, 2)
+    assert (audit.complete, audit.provenance.skips_examined, audit.provenance.batches) == (True, False, 2)
     assert "COLLAPSE" in {finding.code for finding in audit.findings}
 
 

@@ -188,4 +188,4 @@ def test_a_worker_of_ray_that_is_killed_loses_nothing(tmp_path, monkeypatch) -> 
         else:
             assert isinstance(audit, RankwiseError)
             assert (type(audit), str(audit)) == (type(here), str(here))
-    assert run_job(jobs[0]).provenance.sources == found[jobs[0]].provenance.sources
+    assert run_job(jobs[0]).provenance.file_digests == found[jobs[0]].provenance.file_digests

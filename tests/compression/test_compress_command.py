@@ -206,7 +206,7 @@ def test_without_a_change_nothing_is_written(run: Run) -> None:
 @pytest.mark.parametrize(
     "targets", [("--parts", "heads", "--tolerance", 1e-4), ("--tolerance", "heads=1e-4")]
 )
-def test_the_price_of_the_cheapest_head_is_named_and_its_tolerance_removes_it(
+def test_the_cost_of_the_cheapest_head_is_named_and_its_tolerance_removes_it(
     run: Run, model: str, targets: tuple[object, ...]
 ) -> None:
     Path("sure.py").write_text(SURE.replace("MODEL", model))

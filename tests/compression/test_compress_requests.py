@@ -83,19 +83,6 @@ def test_timing_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_a_part_may_report_the_cost_of_a_mixer_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    part = rw.compression.trials
-    solution = part.Solution(part.Change(gpt2()), kl={"transformer.h.1.attn": 0.25})
-    monkeypatch.setattr("rankwise.compression.run.solve_part", lambda *_: solution)
-    [layer] = rw.compress(gpt2(), [ids()], parts="width").layers
-    assert (layer.site, layer.layer, layer.attention_kl, layer.output_error) == (
-        "transformer.h.1.attn",
-        1,
-        0.25,
-        0,
-    )
-
-
 @pytest.mark.parametrize("place", ["snapshot", "solve_part", "evaluate"])
 def test_an_error_of_the_code_of_a_model_is_one_line(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any) -> Any:
@@ -169,13 +156,6 @@ def test_a_target_that_removes_nothing_changes_nothing(
     assert part == "kv" or done.attention_kl == 0
     assert any(note.startswith(f"{part}: nothing was removed. Lower `keep`") for note in done.notes)
     assert not any("above the tolerance" in note for note in done.notes)
-
-
-@pytest.mark.parametrize("part", ["heads", "kv"])
-def test_calibration_without_effect_on_a_part_is_noted(part: str) -> None:
-    model = gpt2() if part == "heads" else llama()
-    done = rw.compress(model, [ids()], keep=0.5, parts=part, calibrate=3)
-    assert any("for width alone" in note for note in done.notes)
 
 
 def test_latents_that_add_parameters_are_in_the_headline(tmp_path: Path) -> None:

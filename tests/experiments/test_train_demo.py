@@ -190,7 +190,7 @@ def test_an_audit_of_the_twin_shows_its_memberships(loaded: Any) -> None:
     for layer in range(4):
         heads = [head for head in audit.heads if head.layer == layer]
         assert sum(head.membership for head in heads) == pytest.approx(1, abs=1e-5)
-        assert all(len(head.membership_map) == ids.shape[1] and head.coding_rate > 0 for head in heads)
+        assert all(len(head.membership_map) == ids.shape[1] and head.variational_rate > 0 for head in heads)
 
 
 @pytest.mark.parametrize("folder", [demo_model(), demo_tost_model()], ids=["demo", "twin"])

@@ -116,4 +116,4 @@ class Measured:
 
 
 def measure(*arguments, **options):
-    return Measured(rw.importance.measure(*arguments, **options))
+    return Measured(rw.importance.measure_importance(*arguments, **options))

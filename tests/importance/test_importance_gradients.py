@@ -49,9 +49,10 @@ def test_gradients_are_difference_quotients(ablation):
             mean = mixer.output[:, head].mean((0, 1)) * (ablation == "mean")
             place = {"site": site.site, "head": head, "mean": mean}
             rows = slope(partial(nats, model, given, **place)).numpy()
-            assert site.gradient[head] == pytest.approx(rows.sum() / tokens, abs=1e-8)
-            assert site.first_order[head] == pytest.approx(np.abs(rows).sum() / tokens, abs=1e-8)
-            assert site.fisher[head] == pytest.approx(0.5 * np.square(rows).sum() / tokens, abs=1e-7)
+            # without projections, the curvature is half of the empirical Fisher information
+            gradient = site.curvature[head] - site.estimate[head]
+            assert gradient == pytest.approx(rows.sum() / tokens, abs=1e-8)
+            assert site.curvature[head] == pytest.approx(0.5 * np.square(rows).sum() / tokens, abs=1e-7)
 
 
 def test_gradients_of_blocks_are_difference_quotients(causal):
@@ -59,8 +60,8 @@ def test_gradients_of_blocks_are_difference_quotients(causal):
     assert [block.site for block in importance.blocks] == ["transformer.h.0", "transformer.h.1"]
     for block in importance.blocks:
         rows = slope(partial(nats, model, given, block=block.site)).numpy()
-        assert block.gradient == pytest.approx(rows.sum() / importance.counted, abs=1e-8)
-        assert block.first_order == pytest.approx(np.abs(rows).sum() / importance.counted, abs=1e-8)
+        gradient = block.curvature - block.estimate
+        assert gradient == pytest.approx(rows.sum() / importance.counted, abs=1e-8)
 
 
 def test_curvature_is_half_the_gauss_newton_diagonal(causal):
@@ -81,7 +82,7 @@ def test_curvature_of_states_is_the_squared_change():
     whole = model(**given)[0].detach()
     assert importance.loss == "relative squared change of the output"
     for site in importance.sites:
-        assert not site.gradient.any()
+        assert (site.estimate == site.curvature).all()  # the gradient is 0
         for head in range(4):
             run = partial(run_scaled, model, given, site=site.site, head=head)
             jacobian = slope(lambda gate, run=run: run(gate)[0].detach())
@@ -95,7 +96,7 @@ def test_estimates_do_not_depend_on_the_split_into_batches():
     together = measure(model, [{"input_ids": tokens}], settings)
     apart = measure(model, ({"input_ids": row[None]} for row in tokens.flip(0)), settings)
     for one, other in zip(together.sites, apart.sites, strict=True):
-        for name in ("gradient", "first_order", "fisher", "estimate"):
+        for name in ("curvature", "estimate"):
             # sums of 30 numbers in another order
             wanted = getattr(one, name)
             assert getattr(other, name) == pytest.approx(wanted, rel=1e-10, abs=1e-13)
@@ -123,8 +124,8 @@ def test_bfloat16_is_within_its_rounding_error():
     settings = ImportanceSettings(probes=0, tolerance=None)
     exact = measure(model, [given], settings)
     half = measure(model.bfloat16(), [given], settings)
-    one = np.concatenate([site.first_order for site in exact.sites])
-    two = np.concatenate([site.first_order for site in half.sites])
+    one = np.concatenate([site.curvature for site in exact.sites])
+    two = np.concatenate([site.curvature for site in half.sites])
     # bfloat16 keeps 8 bits: 2^-8 each of some 20 roundings on the way through two blocks and back
     assert np.abs(two - one).max() <= 20 * 2**-8 * one.max()
 
@@ -149,6 +150,5 @@ def test_gates_of_blocks_follow_a_batch_axis_of_1():
     first, second = (measure(Encoder(axis).eval().double(), [states], settings) for axis in (True, False))
     assert len(first.blocks) == 2
     for one, other in zip(first.blocks, second.blocks, strict=True):
-        assert one.first_order > abs(one.gradient)  # sequences have both signs, which one gate would add
-        for name in ("gradient", "first_order", "fisher"):
+        for name in ("curvature", "estimate"):  # squares of sequences, which one gate would add up first
             assert getattr(other, name) == pytest.approx(getattr(one, name), rel=1e-10)

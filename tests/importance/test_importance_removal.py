@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import rankwise as rw
 from rankwise._internals.statistics import spearman
 from rankwise.auditing import AuditError
-from rankwise.importance import ImportanceSettings, ablation_cost
+from rankwise.importance import ImportanceSettings, ablation_cost, measure_importance
 from rankwise.tracing import Address
 
 
@@ -59,11 +59,11 @@ def test_merged_importance_of_a_split_equals_importance_of_all_sequences(split):
     model, batches = language_model(), [{"input_ids": ids(1, 6 + 2 * n, seed=n)} for n in range(4)]
     settings = ImportanceSettings(exact=True, probes=0, tolerance=0.3)
     whole, merged, rest = (
-        rw.importance.measure(model, part, settings) for part in (batches, batches[:split], batches[split:])
+        measure_importance(model, part, settings) for part in (batches, batches[:split], batches[split:])
     )
     merged.merge(rest)
     assert merged.heads.keys() == whole.heads.keys()
-    fields = ("gradient", "first_order", "fisher", "estimate", "exact")
+    fields = ("curvature", "estimate", "exact")
     records = [*zip(merged.record.blocks, whole.record.blocks, strict=True)]
     for one, other in [*records, *((merged.heads[at], head) for at, head in whole.heads.items())]:
         for name in fields:
@@ -72,7 +72,7 @@ def test_merged_importance_of_a_split_equals_importance_of_all_sequences(split):
         assert getattr(merged.record, name) == pytest.approx(getattr(whole.record, name), rel=1e-12)
     assert (merged.record.counted, merged.record.sequences) == (whole.record.counted, 4)
     assert merged.record.removable is None  # no pass without the heads saw all sequences
-    other = rw.importance.measure(model, batches[:1], ImportanceSettings(probes=0, ablation="mean"))
+    other = measure_importance(model, batches[:1], ImportanceSettings(probes=0, ablation="mean"))
     with pytest.raises(rw.errors.RecordError, match="the same ablation"):
         merged.merge(other)
 
@@ -124,13 +124,15 @@ class Pair(nn.Module):
 def test_a_head_that_runs_twice_in_a_pass_is_removed_from_both_runs(loss, ablation):
     batches = [torch.randn(2, 3, 5, 8, dtype=torch.float64).unbind(0)]
     settings = ImportanceSettings(exact=True, loss=loss, tolerance=0.2, ablation=ablation)
-    one, two = (rw.importance.measure(Pair(runs).eval().double(), batches, settings) for runs in (1, 2))
+    one, two = (measure_importance(Pair(runs).eval().double(), batches, settings) for runs in (1, 2))
     assert two.heads.keys() == one.heads.keys()
     for at, head in one.heads.items():
         numbers, others = (found.model_dump(exclude={"why_not"}) for found in (head, two.heads[at]))
         assert others == pytest.approx(numbers, nan_ok=True, rel=1e-9)
     for block, other in zip(one.record.blocks, two.record.blocks, strict=True):
-        assert (other.gradient, other.exact) == pytest.approx((block.gradient, block.exact), rel=1e-9)
+        gradients = (other.curvature - other.estimate, block.curvature - block.estimate)
+        assert gradients[0] == pytest.approx(gradients[1], rel=1e-7)
+        assert other.exact == pytest.approx(block.exact, rel=1e-9)
     assert two.record.removable.heads == one.record.removable.heads
     assert two.record.removable.cost == pytest.approx(one.record.removable.cost, rel=1e-9)
 
@@ -164,7 +166,7 @@ def test_the_divergence_is_0_for_the_whole_model_and_positive_without_a_head():
     assert importance.unit == "nats per prediction"
     for site in importance.sites:
         assert (site.exact > 0).all()
-        assert not site.gradient.any()
+        assert (site.estimate == site.curvature).all()
 
 
 def test_the_model_is_untouched():
@@ -214,7 +216,7 @@ def test_sequences_with_a_loss_of_nan_are_left_out_and_counted():
     model, given = Heads(3), states(3)
     given[1, 2] = math.nan
     importance = measure(model, [given], ImportanceSettings(exact=True, probes=2))
-    assert (importance.sequences, importance.nonfinite, importance.counted) == (3, 1, 2)
+    assert (importance.sequences, importance.nonfinite_sequences, importance.counted) == (3, 1, 2)
     assert np.isfinite(importance.sites[0].exact).all()
     assert np.isfinite(importance.sites[0].estimate).all()
 

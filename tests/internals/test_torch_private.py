@@ -282,16 +282,11 @@ def test_reset() -> None:
     assert not (attention.in_proj_weight == 7).any(), "MultiheadAttention draws its weights by another method"
 
 
-def test_without_vmap_puts_mapped_axes_first() -> None:
-    x, seen = torch.randn(2, 3, 4, 5), []
-
-    def inner(row):
-        seen.append(torch_private.without_vmap(row))
-        return row
-
-    torch.vmap(torch.vmap(inner, in_dims=2), in_dims=1)(x)
-    assert torch.equal(seen[0], x.permute(1, 3, 0, 2)), "torch._C._functorch unwraps tensors differently"
-    assert torch_private.without_vmap(x) is x
+def test_is_mapped() -> None:
+    x, seen = torch.randn(2, 3), []
+    torch.vmap(lambda row: seen.append(torch_private.is_mapped(row)) or row)(x)
+    assert seen == [True], "torch._C._functorch.is_batchedtensor no longer tells tensors inside vmap apart"
+    assert not torch_private.is_mapped(x)
 
 
 def test_values_known() -> None:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import rankwise as rw
-from rankwise.auditing import BaselineSettings, reinitialized
+from rankwise.auditing import AtInitSettings, reinitialized
 from rankwise.errors import CaptureError
 
 STEPS, WORDS, WIDTH = 2, 16, 8
@@ -103,9 +103,9 @@ def gathered(weight: Tensor) -> Tensor:
 def measured(make: Any, model: nn.Module) -> list[list[Any]]:
     """Return site, effective rank and effective rank at initialization of each head."""
     built = (lambda seed: reinitialized(whole(), seed)) if make is fsdp2 else None  # FSDP2 cannot be copied
-    copied = BaselineSettings(seeds=1, build=built)
-    heads = rw.audit(model.eval(), [PROBE], baseline=copied).heads
-    return [[head.site, head.effective_rank, head.baseline.mean["effective_rank"]] for head in heads]
+    copied = AtInitSettings(seeds=1, build=built)
+    heads = rw.audit(model.eval(), [PROBE], at_init=copied).heads
+    return [[head.site, head.effective_rank, head.at_init.mean["effective_rank"]] for head in heads]
 
 
 def result(make: Any, alone: dict[str, Tensor]) -> dict[str, Any]:

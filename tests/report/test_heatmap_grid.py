@@ -32,14 +32,11 @@ def test_every_head_is_in_exactly_one_cell_of_its_own_layer_and_number(name: str
     assert len(set(titles)) == len(titles)
 
 
-def test_encoder_decoder_and_cross_attention_are_separate() -> None:
-    panels = grids_of(records.encoder_decoder().heads)
-    assert [panel.title for panel in panels] == ["encoder.block", "decoder.block", "decoder.block, cross"]
-    assert panels[2].pattern == "decoder.block.*.layer.*.EncDecAttention"
-
-
-def test_mixers_of_one_stack_are_distinguished_by_their_last_name() -> None:
-    assert [p.title for p in grids_of(records.mixed().heads)] == ["layers, self_attn", "layers, mamba"]
+def test_cross_attention_and_other_mixers_of_a_stack_have_grids_of_their_own() -> None:
+    grids = grids_of(records.encoder_decoder().heads)
+    assert [grid.title for grid in grids] == ["encoder.block", "decoder.block", "decoder.block, cross"]
+    assert grids[2].pattern == "decoder.block.*.layer.*.EncDecAttention"
+    assert [grid.title for grid in grids_of(records.mixed().heads)] == ["layers, self_attn", "layers, mamba"]
 
 
 def test_each_call_of_a_module_has_a_row() -> None:
@@ -122,10 +119,11 @@ def test_only_the_finding_on_removable_heads_is_about_these_heads() -> None:
         assert _target(audit, code=code, where=Address(), evidence={}).heads == ()
 
 
-def test_a_finding_without_a_place_leads_to_the_provenance() -> None:
+def test_a_finding_without_a_place_leads_to_the_provenance_and_one_head_to_this_head() -> None:
     general = Finding(code="X", severity="info", where=Address(), evidence={}, meaning="")
     assert find_targets([general], records.encoder())[0].section == "provenance"
     assert find_targets([general], records.empty())[0].section == "provenance"
+    assert _target(records.encoder(), code="DUPLICATE_HEADS").heads == (2 * 12 + 7,)
 
 
 @pytest.mark.parametrize("measure", HEAD_MEASURES, ids=lambda measure: measure.name)
@@ -137,10 +135,6 @@ def test_a_scale_contains_all_values_except_far_outliers(measure) -> None:
         fence = outer_fence(values)
         assert all(low <= value <= high or value > fence for value in values)
         assert heads != records.encoder().heads or all(low <= value <= high for value in values)
-
-
-def test_duplicates_without_other_heads_lead_to_a_single_head() -> None:
-    assert _target(records.encoder(), code="DUPLICATE_HEADS").heads == (2 * 12 + 7,)
 
 
 def test_the_data_of_a_page_are_prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:

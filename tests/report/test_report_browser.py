@@ -211,7 +211,7 @@ def test_a_finding_leads_to_its_cell_and_opens_the_head(encoder: Page) -> None:
 def test_an_open_head_lists_its_own_findings_without_sentences_on_other_heads(encoder: Page) -> None:
     encoder.locator("a", has_text="encoder.layer layer 0 head 1").click()
     listed = opened(encoder, 1).locator("#head-findings li").all_inner_texts()
-    assert listed == ["IDENTITY Every token keeps to itself.", "OVERSIZED_HEADS of encoder.layer layer 0"]
+    assert listed == ["OVERSIZED_HEADS of encoder.layer layer 0", "IDENTITY Every token keeps to itself."]
 
 
 def test_a_finding_marks_all_its_heads(encoder: Page) -> None:
@@ -220,8 +220,8 @@ def test_a_finding_marks_all_its_heads(encoder: Page) -> None:
     encoder.wait_for_selector(".heat[data-marked='40 41']")
     assert outline(encoder)["width"] > 1.8 * outline(encoder)["height"]
     assert encoder.input_value("#measure") == "nearest_head_distance"
-    encoder.locator("a", has_text="encoder.layer layer 0").last.click()  # OVERSIZED_HEADS
-    encoder.wait_for_function("() => document.querySelector('#measure').value === 'required_head_dim'")
+    encoder.locator("[data-finding='5']").click()  # OVERSIZED_HEADS
+    encoder.wait_for_selector(f".heat[data-marked='{' '.join(map(str, range(12)))}']")
 
 
 def test_a_finding_on_states_marks_the_curves(encoder: Page) -> None:

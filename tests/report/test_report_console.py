@@ -15,10 +15,9 @@ from tests.support.records import HEAD_MEASURES, STATE_MEASURES
 
 import rankwise as rw
 from rankwise._internals.statistics import mean
-from rankwise.auditing import BaselineSettings
+from rankwise.auditing import AtInitSettings
 from rankwise.auditing.measure_table import share
 from rankwise.report import document_text, print_document
-from rankwise.report.document import column_kinds
 
 COLUMNS = [row for row in HEAD_MEASURES if row.console and not row.known_only]
 
@@ -109,8 +108,8 @@ def test_the_first_screen_has_columns_for_what_was_measured_only() -> None:
         for head in audit.heads
     }
     heads = [head.model_copy(update=known[head.id]) for head in audit.heads]
-    baseline = records.BaselineRecord(seeds=[0, 1, 2], built="from its configuration")
-    found = {"heads": heads, "importance": records.importance(), "baseline": baseline}
+    initial = records.InitialModels(seeds=[0, 1, 2], built="from its configuration")
+    found = {"heads": heads, "importance": records.importance(), "at_init": initial}
     lines = first_screen(audit.model_copy(update=found))
     assert "Not measured" not in " ".join(lines)
     assert "costliest head: cost of removing it, as a share of" in " ".join(lines)
@@ -144,14 +143,14 @@ def test_the_stated_prices_are_the_passes_that_are_run() -> None:
     importance = rw.audit(model, batches, importance=True).importance
     assert importance.backward <= int(price[0]) * len(batches)
     assert importance.forward <= int(price[1]) * len(batches)
-    assert f"baseline=True` ({BaselineSettings().seeds} more audits)" in audit.summary(1000)
+    assert f"at_init=True` ({AtInitSettings().seeds} more audits)" in audit.summary(1000)
 
 
 def test_an_audit_in_python_names_arguments_instead_of_options() -> None:
     audit = records.changed(records.encoder(), findings=[])
     about = audit.provenance.model_copy(update={"command": ""})
     text = " ".join(first_screen(audit.model_copy(update={"provenance": about})))
-    assert "baseline=True" in text
+    assert "at_init=True" in text
     assert "--at-init" not in text
 
 
@@ -279,14 +278,14 @@ def test_diagonal_layers_show_memberships_and_the_rate_of_a_layer_and_no_mask() 
     assert "R_c^var" not in printed("encoder")
 
 
-def test_states_have_their_own_table() -> None:
-    layer = records.encoder().states[4]
-    cells = [
-        "4",
-        "128",
-        *(f"{row.value(layer):.{row.digits}f}" for row in STATE_MEASURES if row.console),
-    ]
-    assert cells in [line.split() for line in printed("encoder").splitlines()]
+def test_states_have_their_own_table_with_more_columns_on_the_page() -> None:
+    state = records.encoder().states[4]
+    cells = {row.name: row.formatted(state) for row in STATE_MEASURES}
+    shown = [cells[row.name] for row in STATE_MEASURES if row.console]
+    assert ["4", "128", *shown] in [line.split() for line in printed("encoder").splitlines()]
+    table = audit_document(records.encoder()).sections[-2].tables[-1]
+    assert sorted(table.rows[4][2:]) == sorted(cells.values())
+    assert {"token\nspread", "absolute token spread μ"} <= set(table.columns)
 
 
 def test_masks_that_differ_within_a_panel_get_a_column() -> None:
@@ -295,17 +294,10 @@ def test_masks_that_differ_within_a_panel_get_a_column() -> None:
     assert ["3", "6", "full"] in [row[:3] for row in rows]
 
 
-def test_an_incomplete_audit_is_marked_on_the_console() -> None:
+def test_names_are_plain_text_and_a_terminal_gets_colours_and_marks() -> None:
     assert "INCOMPLETE" in printed("encoder_decoder")
     assert "INCOMPLETE" not in printed("encoder")
-
-
-def test_names_are_printed_as_plain_text() -> None:
-    text = printed("nasty", force_terminal=True, width=200)
-    assert "[bold]not markup[/bold] �[31m" in text
-
-
-def test_a_terminal_gets_colours() -> None:
+    assert "[bold]not markup[/bold] �[31m" in printed("nasty", force_terminal=True, width=200)
     assert "\x1b[1;31m" in printed("encoder", force_terminal=True, color_system="standard")
 
 
@@ -332,26 +324,14 @@ def test_the_verdict_and_at_most_three_actions_come_first(kind: str) -> None:
         assert action in text
 
 
-@pytest.mark.parametrize("kind", documents.DOCUMENTS)
-def test_printed_commands_are_whole_on_a_narrow_console(kind: str) -> None:
-    document = documents.DOCUMENTS[kind]()
+def test_printed_commands_are_whole_on_a_narrow_console_and_inside_jupyter(monkeypatch) -> None:
+    document = audit_document(records.encoder())
     actions = ("`rankwise skip sample --text book.txt --out sample-skips`", f"see `{'long ' * 20}code`")
     document = replace(document, verdict=document.verdict.model_copy(update={"actions": actions}))
-    lines = document_text(document, width=40).splitlines()
-    assert {f"→ {action}" for action in actions} <= {*lines}
-
-
-@pytest.mark.parametrize("kind", documents.DOCUMENTS)
-def test_text_is_returned_inside_jupyter_too(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    document = documents.DOCUMENTS[kind]()
-    outside = document_text(document)
+    text = document_text(document, width=40)
+    assert {f"→ {action}" for action in actions} <= {*text.splitlines()}
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
-    assert document_text(document) == outside != ""
-
-
-def test_a_cell_of_over_24_characters_is_a_sentence() -> None:
-    rows = [["a" * 24, "a" * 25, "≈ 0.5", ""]]
-    assert column_kinds(4, rows) == ["name", "sentence", "number", "name"]
+    assert document_text(document, width=40) == text
 
 
 def test_lines_of_a_summary_have_up_to_100_characters() -> None:

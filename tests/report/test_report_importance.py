@@ -31,13 +31,13 @@ def test_the_shown_correlation_is_the_correlation_of_the_drawn_columns(audit):
     assert len(data["scatter"]["correlations"]) > 5
 
 
-def test_the_finding_links_to_all_removable_heads(audit):
-    data = documents.data(audit)
+def test_the_finding_links_to_all_removable_heads_and_a_card_names_their_group(audit):
     number = [finding.code for finding in audit.findings].index("REMOVABLE")
-    target = data["targets"][number]
+    target = documents.data(audit)["targets"][number]
     gone = {(head.layer, head.head) for head in audit.importance.removable.heads}
     assert {(audit.heads[at].layer, audit.heads[at].head) for at in target["heads"]} == gone
     assert target["measure"] == "removal_cost"
+    assert target["about"] == (f"the set of {len(gone)} heads" if len(gone) > 1 else "")
 
 
 def test_the_section_names_the_loss_the_costs_and_the_removable_set(audit):
@@ -45,7 +45,7 @@ def test_the_section_names_the_loss_the_costs_and_the_removable_set(audit):
     words = dict(section.facts)
     assert words["Loss"].startswith("next tokens, causal: 4.")
     assert words["Costs of heads"] == "exact; zero in a head's place"
-    assert "by a run without" in words["Heads that can be removed together"]
+    assert "measured on these batches" in words["Heads that can be removed together"]
     (blocks,) = section.tables
     assert len(blocks.rows) == 2
     assert all("%" not in estimate for _, _, estimate, _ in blocks.rows)
@@ -57,13 +57,6 @@ def test_a_selected_head_has_both_costs_in_their_unit_and_as_shares(audit):
     assert costs["exact"] == pytest.approx([head.importance.exact for head in audit.heads], rel=1e-5)
     assert costs["estimate"] == pytest.approx([head.importance.estimate for head in audit.heads], rel=1e-5)
     assert costs["reference"] == pytest.approx(audit.importance.value)
-
-
-def test_the_card_of_a_head_names_the_group_of_a_finding(audit):
-    data = documents.data(audit)
-    number = [finding.code for finding in audit.findings].index("REMOVABLE")
-    count = len(audit.importance.removable.heads)
-    assert data["targets"][number]["about"] == (f"the set of {count} heads" if count > 1 else "")
 
 
 def printed(audit):

@@ -68,7 +68,7 @@ def hostile_texts() -> dict[str, str]:
     name = "\x1b[31m\x07\u202e\n"
     code = json.dumps(name)[1:-1]
     audit = rw.Audit.model_validate_json(records.encoder().model_dump_json().replace("encoder", code))
-    audit = rw.Audit.model_validate(audit.model_dump() | {"baseline": {"seeds": [0], "built": name}})
+    audit = rw.Audit.model_validate(audit.model_dump() | {"at_init": {"seeds": [0], "built": name}})
     where = Address(name, 0, name, head=1)
     model = torch.nn.Module()
     model.add_module(name, torch.nn.Linear(1, 1))
@@ -80,7 +80,7 @@ def hostile_texts() -> dict[str, str]:
     known = [
         audit, audit.heads[0], audit.states[0], audit.findings[0], audit.provenance, audit.verdict, where,
         Address(site=name), rw.compare(audit, audit), History.of([audit], [name]), skips, mixer, state,
-        audit.baseline,
+        audit.at_init,
     ]  # fmt: skip
     texts = {f"{say.__name__} of {type(one).__name__}": say(one) for one in known for say in (repr, str)}
     return texts | {"HTML": audit._repr_html_()}

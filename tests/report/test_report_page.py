@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from tests.support import documents, records
 from tests.support.documents import audit_document, page_text
-from tests.support.records import DRAWN
+from tests.support.records import DRAWN, HEAD_MEASURES
 
 from rankwise.errors import InputError
 from rankwise.report import document_text, write_page
-from rankwise.report.page import without_nan
+from rankwise.report.figures import without_nan
 
 
 class Page(HTMLParser):
@@ -94,6 +94,7 @@ def test_a_page_loads_no_other_file_and_its_links_have_targets(page: Page) -> No
 def test_names_are_text_and_numbers_that_are_not_finite_are_signs(kind: str) -> None:
     document = documents.DOCUMENTS[kind]()
     text = page_text(document)
+    assert text == page_text(documents.DOCUMENTS[kind]())
     page = Page(text)
     assert not [tag for tag, _ in page.tags if tag in {"img", "bold", "b-x"}]
     assert records.NASTY in page.text
@@ -103,11 +104,6 @@ def test_names_are_text_and_numbers_that_are_not_finite_are_signs(kind: str) -> 
     assert not re.search(r"(?<!sample/)\bnan\b", page.text, re.IGNORECASE)
     assert "\x1b" not in document_text(document)
     assert not re.search(r"(?<!sample/)\bnan\b", document_text(document), re.IGNORECASE)
-
-
-@pytest.mark.parametrize("kind", documents.DOCUMENTS)
-def test_the_same_record_gives_the_same_bytes(kind: str) -> None:
-    assert page_text(documents.DOCUMENTS[kind]()) == page_text(documents.DOCUMENTS[kind]())
 
 
 def test_names_are_literal_in_the_texts_that_plotly_reads_as_html() -> None:
@@ -128,9 +124,12 @@ def test_missing_numbers_are_null() -> None:
     )
 
 
-def test_only_an_incomplete_audit_has_a_banner() -> None:
+def test_only_an_incomplete_audit_has_a_banner_and_the_provenance_is_complete() -> None:
+    text, about = Page(documents.page(records.encoder())).text, records.encoder().provenance
     assert "Incomplete." in Page(documents.page(records.empty())).text
-    assert "Incomplete." not in Page(documents.page(records.encoder())).text
+    assert "Incomplete." not in text
+    facts = (about.model, about.revision, about.command, about.notes[0], "bfloat16", "torch 2.13.0", "0.01")
+    assert all(fact in text for fact in facts)
 
 
 def test_every_finding_is_on_the_page_with_a_link() -> None:
@@ -156,24 +155,11 @@ def test_findings_are_sorted_by_severity() -> None:
     assert len(order) == 8
 
 
-def test_the_provenance_is_complete() -> None:
-    text = Page(documents.page(records.encoder())).text
-    about = records.encoder().provenance
-    facts = (about.model, about.revision, about.command, about.notes[0], "bfloat16", "torch 2.13.0", "0.01")
-    assert all(fact in text for fact in facts)
-
-
-def test_a_page_is_one_complete_file(tmp_path: Path) -> None:
+def test_a_page_is_one_complete_file_in_a_new_or_existing_folder(tmp_path: Path) -> None:
     path = write_page(audit_document(records.encoder()), tmp_path / "deep" / "report.html")
     assert path.read_text(encoding="utf-8").endswith("</html>")
     assert [file.name for file in path.parent.iterdir()] == ["report.html"]
-
-
-def test_an_existing_folder_gets_an_index(tmp_path: Path) -> None:
     assert write_page(audit_document(records.empty()), tmp_path) == tmp_path / "index.html"
-
-
-def test_a_file_in_the_way_is_an_error_that_names_path_and_fix(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("a file, not a folder")
     with pytest.raises(InputError, match=r"page .*taken/report\.html.* Choose a folder"):
         write_page(audit_document(records.empty()), tmp_path / "taken" / "report.html")
@@ -221,5 +207,7 @@ def test_the_title_is_a_name_and_the_provenance_has_the_path() -> None:
 
 def test_nothing_on_the_page_judges_a_rank() -> None:
     audit = records.encoder()
-    page = Page(documents.page(audit.model_copy(update={"findings": []}))).text.lower()
-    assert not [word for word in ("worrying", "chance", " bad", "orange") if word in page]
+    page = Page(documents.page(audit.model_copy(update={"findings": []}))).text
+    measures = " ".join(f"{measure.meaning} {measure.low} {measure.high}" for measure in HEAD_MEASURES)
+    judging = ("worr", "chance", " bad", "good", "orange")
+    assert not [word for word in judging if word in f"{page} {measures}".lower()]

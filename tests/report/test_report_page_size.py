@@ -14,22 +14,16 @@ CHART_SHA256 = "79542150855a52c567260e3137095dbe2b744e6d702a5cabe67da246942fba7a
 """SHA-256 digest of the file in this version of the npm package `plotly.js-cartesian-dist-min`."""
 
 
-def test_the_chart_library_is_the_published_file() -> None:
-    content = (resources.files("rankwise.report") / "vendor" / CHART_FILE).read_bytes()
-    assert hashlib.sha256(content).hexdigest() == CHART_SHA256
-    assert f"v{CHART_VERSION}" in content[:200].decode()
-
-
-def test_the_chart_library_is_of_the_version_that_the_python_package_holds() -> None:
+def test_the_chart_library_is_the_published_file_with_its_license() -> None:
     from plotly.offline import get_plotlyjs_version
 
+    vendor = resources.files("rankwise.report") / "vendor"
+    content, license_text = (vendor / CHART_FILE).read_bytes(), (vendor / "plotly-LICENSE.txt").read_text()
+    assert hashlib.sha256(content).hexdigest() == CHART_SHA256
+    assert f"v{CHART_VERSION}" in content[:200].decode()
     assert get_plotlyjs_version().split(".")[0] == CHART_VERSION.split(".")[0]
-
-
-def test_the_license_is_next_to_the_chart_library() -> None:
-    licence = (resources.files("rankwise.report") / "vendor" / "plotly-LICENSE.txt").read_text()
-    assert "MIT" in licence
-    assert "Plotly" in licence
+    assert "MIT" in license_text
+    assert "Plotly" in license_text
 
 
 def test_a_page_is_smaller_than_two_megabytes() -> None:

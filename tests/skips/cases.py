@@ -7,7 +7,7 @@ import torch
 from experiments.zoo.transformers import BERT, FAMILIES, LLAMA, hugging_face, text_inputs
 from torch import Tensor, nn
 
-from rankwise._internals.forward import tensors_in
+from rankwise._internals.batches import tensors_in
 
 Build = Callable[[], tuple[nn.Module, dict[str, Any]]]
 STATE_SPACE = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}

@@ -14,7 +14,7 @@ from tests.support.untouched import state_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rankwise._internals.forward import tensors_in
+from rankwise._internals.batches import tensors_in
 from rankwise.skips import add_lambda_skip, remove_lambda_skip, skips_of
 from rankwise.skips.observe import scaled_sums, without_skips
 from rankwise.skips.residual_sums import run_with

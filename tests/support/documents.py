@@ -69,7 +69,7 @@ def nasty_record(kind: type[BaseModel], **values: Any) -> Any:
 
 
 def nasty_certificate() -> Document:
-    return certificate_document(nasty_record(SkipCertificate, a=0.5))
+    return certificate_document(nasty_record(SkipCertificate, keep_spread=0.5))
 
 
 DOCUMENTS: dict[str, Callable[[], Document]] = {
@@ -77,7 +77,9 @@ DOCUMENTS: dict[str, Callable[[], Document]] = {
     "comparison": lambda: comparison_document(compare_two(nasty(), only_nan())),
     "history": lambda: history_document(History.of([nasty(), only_nan(), only_nan()], [NASTY, "b", "c"])),
     "plan": nasty_plan,
-    "compression": lambda: compression_document(nasty_record(Compression)),
+    "compression": lambda: compression_document(
+        nasty_record(Compression, metric="accuracy", timed="decoding step after 9 tokens", layers=[])
+    ),
     "certificate": nasty_certificate,
 }
 """The six kinds, with names that would escape and numbers that are not finite."""

@@ -119,10 +119,10 @@ def register() -> None:
 
 
 def check_audits() -> None:
-    """Raise if audits with importance and a baseline differ from audits on the CPU by more than rounding."""
+    """Raise if audits, with importance and at initialization, differ by more than rounding from the CPU."""
     for name, (model, batch, settings) in cases().items():
         options: dict[str, Any] = {"importance": ImportanceSettings(**settings), "attention_maps": "all"}
-        options["baseline"] = name == "states"  # others would swap the data of tensors, which There cannot
+        options["at_init"] = name == "states"  # others would swap the data of tensors, which There cannot
         for method in ("exact", "estimate"):
             wanted, found = (
                 rw.audit(model.eval().to(device), [batch], rank_method=method, **options)

@@ -20,10 +20,8 @@ from rankwise.auditing.findings import diagnose as diagnose
 from rankwise.auditing.measure_table import DRAWN as DRAWN
 from rankwise.auditing.measure_table import HEAD_MEASURES, STATE_MEASURES, Measure
 from rankwise.auditing.measure_table import PICTURED as PICTURED
-from rankwise.auditing.records import Baseline as Baseline
-from rankwise.auditing.records import BaselineAt as BaselineAt
-from rankwise.auditing.records import BaselineRecord as BaselineRecord
-from rankwise.auditing.records import RankAt, thresholds
+from rankwise.auditing.records import AtInit as AtInit
+from rankwise.auditing.records import InitialModels as InitialModels
 from rankwise.importance.records import HeadImportance as HeadImportance
 from rankwise.importance.records import ImportanceRecord
 from rankwise.importance.records import RemovableSet as RemovableSet
@@ -32,18 +30,6 @@ from rankwise.tracing import Address
 Fields = Mapping[str, Any]
 NASTY = "</script><img src=x onerror=alert(1)>"
 """Ends a script, loads a picture and runs a command wherever it is not escaped."""
-
-
-def band(fields: Fields, **at: Mapping[int, float]) -> list[RankAt]:
-    """Return the same ranks at every threshold, except values that are given by number of the threshold."""
-    rank, unknown = fields["numerical_rank"], math.nan
-    same = {"numerical_rank": rank} | {name: fields.get(name, rank) for name in ("rank_low", "rank_high")}
-    same |= {name: fields.get(name, unknown) for name in ("one_hot_rank", "random_rank", "uniform_rank")}
-    points = [RankAt(delta=delta, **same) for delta in thresholds(0.01)]
-    for name, values in at.items():
-        for step, value in values.items():
-            points[step] = points[step].model_copy(update={name: value})
-    return points
 
 
 def head(**changes: Any) -> HeadRecord:
@@ -57,7 +43,7 @@ def head(**changes: Any) -> HeadRecord:
     }  # fmt: skip
     fields = usual | changes
     fields = {"full_rank": min(fields["tokens"], fields["sources"])} | fields
-    return HeadRecord(**({"band": band(fields)} | fields))
+    return HeadRecord(**(dict.fromkeys(("rank_low", "rank_high"), fields["numerical_rank"]) | fields))
 
 
 def heads(*changes: Fields, **all_of_them: Any) -> list[HeadRecord]:
@@ -104,7 +90,8 @@ def importance(**changes: Any) -> ImportanceRecord:
         "loss": "next tokens, causal", "unit": "nats per token", "value": 2.0, "sequences": 64,
         "counted": 640, "ablation": "zero", "probes": 8, "seed": 0,
     }  # fmt: skip
-    return ImportanceRecord(**(usual | changes))
+    fields = usual | changes
+    return ImportanceRecord(**({"reference": abs(fields["value"])} | fields))
 
 
 def changed(
@@ -169,7 +156,9 @@ def random_head(rng: np.random.Generator, depth: float, **changes: Any) -> HeadR
         "spectrum": [float(value) for value in spectrum],
     }  # fmt: skip
     fields = usual | measures | changes
-    return HeadRecord(**({"full_rank": min(fields["tokens"], fields["sources"])} | fields))
+    size = {"full_rank": min(fields["tokens"], fields["sources"])}
+    bounds = dict.fromkeys(("rank_low", "rank_high"), fields["numerical_rank"])
+    return HeadRecord(**(size | bounds | fields))
 
 
 def random_state(rng: np.random.Generator, depth: float, **changes: Any) -> StateRecord:
@@ -240,7 +229,7 @@ FINDINGS: list[tuple[str, str, Address, dict[str, float], str, dict[str, Any]]] 
         {"remedy": Remedy(code="rw.skips.recommend(audit, model, batch)")},
     ),
     (
-        "NONFINITE", "error", place(5, 11), {"nonfinite": 64.0, "sequences": 0.0},
+        "NONFINITE", "error", place(5, 11), {"heads": 1.0, "sequences": 64.0},
         "The mixing matrix held NaN or infinity in every sequence.",
         {"remedy": Remedy(words="use float32", code="rw.audit(model.float(), batches)")},
     ),
@@ -276,7 +265,7 @@ def encoder() -> Audit:
         2 * 12 + 7: {"first_token_mass": 0.87, "max_token_mass": 0.93, "numerical_rank": 9.0},
         4 * 12 + 3: {"row_spread": 0.01, "stable_rank": 1.0},
         5 * 12 + 11: {
-            "numerical_rank": math.nan, "effective_rank": math.nan, "sequences": 0, "nonfinite": 64,
+            "numerical_rank": math.nan, "effective_rank": math.nan, "sequences": 0, "nonfinite_sequences": 64,
         },
     }  # fmt: skip
     found = [
@@ -402,10 +391,10 @@ def estimated() -> Audit:
     for one in grid(3, 4, 6, tokens=32768.0):
         rank = one.numerical_rank
         known = {"rank_low": rank, "rank_high": rank, "random_rank": 0.5 * one.tokens, "uniform_rank": 1.0}
-        guess = known | {"estimated": 64, "stderr": errors, "spectrum": []}
+        guess = known | {"estimated_sequences": 64, "stderr": errors, "spectrum": []}
         bound = guess | {"numerical_rank": math.nan, "rank_low": 0.5 * rank, "rank_high": 0.9 * rank}
         heads.append(one.model_copy(update=(known, guess, bound)[one.layer]))
-    about = provenance("sample/long", method="256 of 768 spectra exact, the others estimated")
+    about = provenance("sample/long", rank_method="256 of 768 spectra exact, the others estimated")
     return Audit(provenance=about, heads=heads, states=random_states(3), findings=[])
 
 
@@ -417,7 +406,7 @@ def memberships() -> Audit:
         made = grid(3, 4, 7, stack + ".{}.mixer", stack=stack, kind="diagonal", tokens=float(tokens))
         for one in made:
             share = [float(x) for x in rng.uniform(0, 0.5, tokens)]
-            known = {"membership": 0.25, "coding_rate": 0.02, "one_hot_rank": math.nan, "mask": "other"}
+            known = {"membership": 0.25, "variational_rate": 0.02, "one_hot_rank": math.nan, "mask": "other"}
             known |= {"membership_map": share, "membership_grid": patches}
             heads.append(one.model_copy(update=known))
     states = random_states(3, stack="text") + random_states(3, 2, stack="picture")

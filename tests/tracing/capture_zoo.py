@@ -232,12 +232,8 @@ Sublayer = kind(lambda self, x, call: x + call(self.norm(x)), norm=lambda: nn.La
 # A block that changes its input in place.
 InPlace = kind(lambda self, x: x.add_(self.attention(x)), attention=Attention)
 
-# One encoder called on two inputs in one forward pass, and two encoders in one list.
+# One encoder called on two inputs in one forward pass.
 Twins = kind(lambda self, a, b: self.encoder(a).mean(1) * self.encoder(b).mean(1), encoder=stack_of)
-Towers = kind(
-    lambda self, a, b: self.towers[0](a).mean(1) + self.towers[1](b).mean(1),
-    towers=lambda: nn.ModuleList([stack_of(), stack_of()]),
-)
 
 
 class CrossAttention(nn.Module):

@@ -72,16 +72,9 @@ WAYS = {
         "...ij,...jd->...id", torch.einsum("...id,...jd->...ij", q, k).softmax(-1), v
     ),
     "einsum, operands in a list": lambda q, k, v: torch.einsum("bhij,bhjd->bhid", [A(q, k), v]),
-    "einsum, values first, tokens before heads": lambda q, k, v: torch.einsum(
-        "bjhd,bhij->bihd", v.transpose(1, 2), A(q, k)
-    ).transpose(1, 2),
     "weights (B, T, H, S) moved": lambda q, k, v: (
         torch.einsum("bhid,bhjd->bihj", q, k).softmax(-1).transpose(1, 2) @ v
     ),
-    "channels first": lambda q, k, v: (v.mT @ A(q, k).mT).mT,
-    "channels first, permuted": lambda q, k, v: (
-        v.transpose(-2, -1) @ A(q, k).permute(0, 1, 3, 2)
-    ).permute(0, 1, 3, 2),
     "dropout in eval": lambda q, k, v: F.dropout(A(q, k), 0.5, training=False) @ v,
     "cast to half and back": lambda q, k, v: A(q, k).half().to(v.dtype) @ v,
     "masked": lambda q, k, v: scores(q, k).masked_fill(~CAUSAL, -math.inf).softmax(-1) @ v,
@@ -109,10 +102,8 @@ WAYS = {
     "one head after the other": lambda q, k, v: torch.stack(
         [scores(q[:, h], k[:, h]).softmax(-1) @ v[:, h] for h in range(HEADS)], 1
     ),
-    "random synthesizer": lambda q, k, v: RANDOM.softmax(-1) @ v,
     "dense synthesizer": lambda q, k, v: F.linear(q, torch.ones(TOKENS, q.shape[-1])).softmax(-1) @ v,
 }  # fmt: skip
-RANDOM = torch.randn(HEADS, TOKENS, TOKENS)
 MIX = torch.tensor([[0.5, 0.2, 0.3], [0.1, 0.8, 0.1], [0.4, 0.4, 0.2]])
 
 
@@ -144,9 +135,6 @@ def test_explicit_attention_is_captured_as_it_mixes(way):
 
 MASKED = {
     **{way: WAYS[way] for way in ("masked", "masked by where", "scores changed in place")},
-    "zeroed after the softmax": lambda q, k, v: A(q, k).masked_fill(~CAUSAL, 0.0) @ v,
-    "zeroed in another precision": lambda q, k, v: A(q, k).double().masked_fill(~CAUSAL, 0.0).float() @ v,
-    "multiplied by the mask": lambda q, k, v: (A(q, k) * CAUSAL) @ v,
 }
 
 
@@ -226,9 +214,6 @@ FUSED = {
     "mask (1, H, T, S)": lambda q, k, v: SDPA(q, k, v, BIAS[:1]),
     "mask (B, 1, 1, S)": lambda q, k, v: SDPA(q, k, v, BIAS[:, :1, :1]),
     "folded heads, mask (B·H, T, S)": lambda q, k, v: SDPA(*folded(q, k, v, BIAS)).view_as(v),
-    "five axes": lambda q, k, v: SDPA(*(part[:, None] for part in (q, k, v, BIAS)))[:, 0],
-    "queries shared by the batch": lambda q, k, v: SDPA(q[:1], k, v),
-    "keys shared by the batch": lambda q, k, v: SDPA(q, k[:1], v[:1]),
 }
 
 
@@ -288,17 +273,9 @@ def test_a_router_is_not_attention_with_any_number_of_experts(experts):
     assert len(seen(model, hidden(tokens=1)).mixers) == 2
 
 
-REFUSED = {
-    "channel attention": (channel_attention, TOKENS, "a softmax mixes 8 channels, not tokens"),
-    "channel attention, tokens times channels": (channel_attention, WIDTH, "a softmax mixes 8 channels"),
-}
-
-
-@pytest.mark.parametrize("way", REFUSED)
-def test_other_softmaxes_are_reported_and_not_captured(way):
-    mix, tokens, reason = REFUSED[way]
-    with pytest.raises(CaptureError, match=reason):
-        seen(stack_of(mix), hidden(tokens=tokens))
+def test_channel_attention_is_reported_and_not_captured():
+    with pytest.raises(CaptureError, match="a softmax mixes 8 channels, not tokens"):
+        seen(stack_of(channel_attention), hidden(tokens=TOKENS))
 
 
 def one_head(mix):
@@ -308,8 +285,6 @@ def one_head(mix):
 AMBIGUOUS = {
     "heads": (partial(Attention, channel_attention), WIDTH // HEADS),
     "one head": (one_head(channel_attention), WIDTH),
-    "values first": (one_head(lambda q, k, v: v @ (q.mT @ k).softmax(-1)), WIDTH),
-    "of one projection": (one_head(lambda q, k, v: v @ q.softmax(-1)), WIDTH),
     "fused": (partial(Attention, lambda q, k, v: fused(q.mT, k.mT, v.mT).mT), WIDTH // HEADS),
 }
 
@@ -322,15 +297,14 @@ def test_a_note_says_that_as_many_channels_as_tokens_may_be_mixed(way):
     assert "a sequence of another length decides" in note
 
 
-@pytest.mark.parametrize("way", ["matmul", "einsum", "channels first", "head mask"])
+@pytest.mark.parametrize("way", ["matmul", "einsum", "head mask"])
 @pytest.mark.parametrize("tokens", [WIDTH // HEADS, WIDTH])
 def test_attention_to_as_many_tokens_as_channels_has_no_note(way, tokens):
     assert seen(stack_of(WAYS[way], depth=2), hidden(tokens=tokens)).notes == []
 
 
-@pytest.mark.parametrize("again", [lambda a: a, lambda a: a.mT])
-def test_values_of_a_second_product_are_what_it_multiplies(again):
-    sites = seen(stack_of(lambda q, k, v: again(A(q, k)) @ (A(q, k) @ v), 1), hidden()).mixers
+def test_values_of_a_second_product_are_what_it_multiplies():
+    sites = seen(stack_of(lambda q, k, v: A(q, k) @ (A(k, q) @ v), 1), hidden()).mixers
     assert len(sites) == 2
     assert max(map(product_error, sites)) < 1e-5
 
@@ -379,25 +353,6 @@ def test_a_table_with_as_many_rows_as_columns_is_a_batch(batch):
     )
     trace = seen(table().eval(), torch.randn(batch, TOKENS))
     assert [site.sequences for site in trace.mixers] == [batch] * 2
-
-
-RARE_WAYS = {
-    "softmax over the rows, transposed": lambda q, k, v: scores(k, q).softmax(-2).mT @ v,
-    "softmax over the rows, values first": lambda q, k, v: (v.mT @ scores(k, q).softmax(-2)).mT,
-    "exp of log_softmax": lambda q, k, v: scores(q, k).log_softmax(-1).exp() @ v,
-    "added to in the product": lambda q, k, v: torch.baddbmm(*folded(v, A(q, k), v)).view_as(v),
-}
-
-
-@pytest.mark.parametrize("way", RARE_WAYS)
-def test_rare_ways_to_write_a_softmax_are_captured(way):
-    usual, model = stack_of(depth=1), stack_of(RARE_WAYS[way], 1)
-    model.load_state_dict(usual.state_dict())
-    x = hidden()
-    (site,), (expected,) = seen(model, x).mixers, seen(usual, x).mixers
-    # Softmax weights below 1, of the same scores in another order of operations: a few roundings each.
-    assert (site.operator.dense() - expected.operator.dense()).abs().max() < 32 * EPS
-    assert site.operator.support().all()
 
 
 def test_a_softmax_that_mixes_vectors_of_one_token_is_not_a_mixer():

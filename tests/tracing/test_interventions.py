@@ -70,12 +70,6 @@ def einsum_attention(self, x):
     return self.out(torch.einsum("bhts,bshd->bthd", weights, v).flatten(2))
 
 
-def channels_first(self, x):
-    """Y = V Mᵀ."""
-    q, k, v = self.qkv(x).chunk(3, -1)
-    return self.out((v.mT @ (q @ k.mT).softmax(-1).mT).mT)
-
-
 def attention(forward):
     return kind(forward, qkv=lambda: nn.Linear(8, 24), out=lambda: nn.Linear(8, 8))
 
@@ -94,7 +88,6 @@ CASES = {
         "decoder.layers.0",
     ),
     "einsum": (attention(einsum_attention), STATES, ""),
-    "channels first": (attention(channels_first), STATES, ""),
     **{name: (partial(tiny, name), {"input_ids": IDS}, "") for name in STATE_SPACE},
 }
 every_case = pytest.mark.parametrize("name", list(CASES))

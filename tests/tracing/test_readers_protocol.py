@@ -174,18 +174,3 @@ def test_a_class_of_equal_name_in_another_library_has_no_reader():
     assert reader_of(kind(lambda self, x: x, "MambaMixer")()) is None
     assert isinstance(reader_of(Convolution()), OperatorReader)
     assert reader_of(nn.Linear(2, 2)) is None
-
-
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("MyGatedDeltaNet", "no reader knows this delta rule, whose operator is a `GatedDeltaMixing`"),
-        ("RwkvSelfAttention", "no reader knows this RWKV layer, whose weights decay"),
-        ("sLSTMMixer", "its state goes through a nonlinear function"),
-    ],
-)
-def test_why_other_recurrent_layers_are_not_captured(name, reason):
-    model = nn.Sequential(*stack(depth=1), *stack(kind(lambda self, x, scale: x, name), depth=1))
-    (module,) = captured(model).uncaptured
-    assert (module.name, module.type) == ("1.mixer", name)
-    assert reason in module.reason

@@ -1,1 +1,44 @@
-"""Private helpers that all packages share."""
+"""Lazy imports: names of a package are imported when they are first used, and reports when one is shown."""
+
+import ast
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+
+def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return the functions `__getattr__` and `__dir__` of a package that imports its names on first use.
+
+    The names are those that the package imports under ``if TYPE_CHECKING:``, where type checkers find them.
+    Python does not run this block, so it is read from the source.
+    """
+    module: Any = sys.modules[package]
+    statements = ast.parse(module.__spec__.loader.get_source(package)).body
+    imports: list[Any] = [node for block in statements if isinstance(block, ast.If) for node in block.body]
+    homes = {name.name: node.module for node in imports for name in node.names}
+
+    def getattr_(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        home = homes[name]
+        value = import_module(f"{home}.{name}") if home == package else getattr(import_module(home), name)
+        setattr(module, name, value)
+        return value
+
+    return getattr_, lambda: sorted({*homes, *module.__all__})
+
+
+_report: list[Callable[[], Any]] = []
+"""Function that imports `rankwise.report`; empty until the package `rankwise` has connected it."""
+
+
+def connect_report(load: Callable[[], Any]) -> None:
+    """Set the function that returns the package `rankwise.report`."""
+    _report[:] = [load]
+
+
+def report_package() -> Any:
+    """Return the package `rankwise.report`, by which results of lower packages show themselves."""
+    [load] = _report
+    return load()

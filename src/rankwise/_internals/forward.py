@@ -1,9 +1,9 @@
-"""Functions that run a model on a batch, edit batches, and change a model reversibly."""
+"""Run a model on a batch, and change a model reversibly."""
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from copy import copy, deepcopy
+from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Literal, NamedTuple
@@ -11,13 +11,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from rankwise._internals.batches import Batch, map_leaves, second_argument, takes_dict, tensors_in
 from rankwise._internals.torch_private import like, preserve_state, set_attribute
 from rankwise.errors import InputError, RankwiseError, first_line
 
-Batch = Mapping[str, Any] | tuple[Any, ...] | list[Any] | Tensor
-
-LABELS = ("labels", "label", "targets", "target", "y")
-"""Names by which data sets and models pass labels."""
 TRACEBACK = "Run the model on this batch alone to see the whole traceback."
 
 
@@ -31,9 +28,6 @@ def config_value(source: Any, *names: str, default: Any = None) -> Any:
         return next((v for name in names if (v := getattr(config, name, None)) is not None), default)
     except RuntimeError:
         return default
-
-
-# --- run -------------------------------------------------------------------------------------------------
 
 
 def run_model(model: nn.Module, batch: Batch) -> Any:
@@ -50,7 +44,7 @@ def run_model(model: nn.Module, batch: Batch) -> Any:
     """
     batch = _fresh(batch)
     if isinstance(batch, Mapping):
-        batch = (batch,) if _takes_dict(model, batch) else batch
+        batch = (batch,) if takes_dict(model, batch) else batch
     several = isinstance(batch, tuple | list) and any(isinstance(value, Tensor) for value in batch[1:])
     if several and (taken := second_argument(model)):
         raise InputError(
@@ -82,19 +76,8 @@ def batch_errors(
             subject,
             expected=f"a batch that {type(model).__name__} runs on",
             got=f"{type(error).__name__}: {first_line(error)}",
-            fix=(tower_hint(model, batch, error) or TRACEBACK) if fix is None else fix(model, batch, error),
+            fix=TRACEBACK if fix is None else fix(model, batch, error),
         ) from error
-
-
-def tower_hint(model: nn.Module, batch: Any, error: Exception) -> str:
-    """Return the fix if a model of texts and images, such as CLIP, gets only one of them; "" otherwise."""
-    towers = {"input_ids": "text_model", "pixel_values": "vision_model"}
-    given = [tower for name, tower in towers.items() if name in tensors_of(batch)]
-    missing = isinstance(error, AttributeError | TypeError | ValueError) and len(given) == 1
-    if not missing or not all(hasattr(model, tower) for tower in towers.values()):
-        return ""
-    alone = f"pass `model.{given[0]}`, which reads this data alone, to a command as module.py:function"
-    return f"It reads texts and images together: add the other input, or {alone}."
 
 
 def out_of_memory(error: BaseException | None) -> bool:
@@ -122,18 +105,6 @@ def _fresh(batch: Any) -> Any:
             ) from error
 
     return map_leaves(batch, fresh)
-
-
-def second_argument(model: nn.Module) -> str:
-    """Return the name of a transformers model's second positional argument; empty if it expects labels there.
-
-    The second argument is usually a mask, and labels passed as a mask would silently hide tokens. For models
-    of other libraries the result is empty, because their second argument follows no convention.
-    """
-    if all(base.__name__ != "PreTrainedModel" for base in type(model).__mro__):
-        return ""
-    places = [parameter.name for parameter in _positional(model)]
-    return "" if len(places) < 2 or places[1] in LABELS else places[1]
 
 
 @contextmanager
@@ -188,163 +159,10 @@ def preserve_random_state(model: nn.Module) -> AbstractContextManager[None]:
     return torch.random.fork_rng([device.index or 0 for device in devices], device_type=kind)
 
 
-# --- batches ---------------------------------------------------------------------------------------------
-
-
-def check_batch(batch: Any, subject: str = "`batch`") -> None:
-    """Raise if a value is not a batch with tokens: for example a list of batches, or a DataLoader."""
-    tensors = tensors_in(batch) if isinstance(batch, tuple) else tensors_of(batch).values()
-    if not any(tensor.numel() for tensor in tensors):
-        expected = "a batch with tokens: a dict of tensors, a tuple of tensors or a tensor"
-        got = "tensors of 0 elements" if tensors else type(batch).__name__
-        fix = "Pass one batch of a list or DataLoader: `next(iter(batches))`."
-        raise InputError(subject, expected=expected, got=got, fix=fix)
-
-
-def each_batch(batches: Iterable[Any], name: str = "batches") -> Iterator[Any]:
-    """Yield batches; raise if they are a single batch, if there are none, or if one is not a batch."""
-    number, several = 0, isinstance(batches, Iterable) and not isinstance(batches, Tensor | Mapping | str)
-    for number, batch in enumerate(batches if several else (), 1):
-        check_batch(batch, f"`{name}`, batch {number}")
-        yield batch
-    if not number:
-        got = "none" if several else type(batches).__name__
-        fix = "Put a single batch into a list: `[batch]`. An iterator that was read before yields none."
-        raise InputError(f"`{name}`", expected="an iterable of at least one batch", got=got, fix=fix)
-
-
 def device_of(model: nn.Module) -> torch.device:
     """Return the device of a model's first weight or buffer that is not on "meta"; CPU if there is none."""
     tensors = chain(model.parameters(), model.buffers()) if isinstance(model, nn.Module) else ()
     return next((tensor.device for tensor in tensors if tensor.device.type != "meta"), torch.device("cpu"))
-
-
-def to_device(batch: Any, device: torch.device) -> Any:
-    """Return a batch with all its tensors moved to a device."""
-    return map_tensors(batch, lambda tensor: like(tensor.to(device), tensor))
-
-
-def first_sequences(batch: Batch, count: int) -> Any:
-    """Return a copy of a batch; if it is a dict, only its first ``count`` sequences are copied.
-
-    In a dict the first axis of a tensor is the batch, by the convention of Hugging Face. In a tuple or a
-    plain tensor the first axis may be time, so these are copied whole. Raise if a cache would stay longer.
-    """
-    sequences = batch_size(batch) if isinstance(batch, Mapping) else None
-
-    def first(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            batched = value.dim() > 0 and value.shape[0] == sequences
-            return like((value[:count] if batched else value).clone(), value)
-        if sequences is not None and sequences > count and getattr(value, "__dict__", None):
-            raise InputError(
-                "batch", expected=f"tensors, of which the first {count} sequences can be taken",
-                got=f"a {type(value).__name__}", fix=f"Leave it out, or pass {count} sequences at most.",
-            )  # fmt: skip
-        return value
-
-    return map_leaves(batch, first)
-
-
-def batch_size(batch: Batch) -> int:
-    """Return the number of sequences B: the length of the first axis of the first non-scalar tensor."""
-    return next((value.shape[0] for value in tensors_of(batch).values() if value.dim()), 1)
-
-
-def tensors_of(batch: Batch) -> dict[str, Tensor]:
-    """Return the tensors of a batch by name, or by position if the batch is a tuple or list."""
-    items = (
-        batch.items()
-        if isinstance(batch, Mapping)
-        else enumerate(batch if isinstance(batch, tuple | list) else [batch])
-    )
-    return {str(name): value for name, value in items if isinstance(value, Tensor)}
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors in nested dicts, lists or tuples."""
-    if isinstance(value, Tensor):
-        return [value]
-    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple | list) else ()
-    return [tensor for item in items for tensor in tensors_in(item)]
-
-
-def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Return nested dicts, lists and tuples with every tensor replaced by ``function(tensor)``."""
-    return map_leaves(value, lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf)
-
-
-def map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:
-    """Return nested dicts, lists and tuples with every other value replaced by ``function(value)``."""
-    if isinstance(value, Mapping):
-        mapped = copy(value) if isinstance(value, dict) else {}  # `encoder_outputs` keep their class
-        for key, item in value.items():
-            mapped[key] = map_leaves(item, function)
-        return mapped
-    if isinstance(value, tuple | list):
-        items = [map_leaves(item, function) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return function(value)
-
-
-def drop_unused_labels(model: nn.Module, batch: Any) -> tuple[Any, str]:
-    """Return a batch without the labels that ``forward`` does not accept, and a note that names them.
-
-    A key that ``forward`` does not accept is dropped if it is in `LABELS` or its value contains no tensor. In
-    a pair (x, y), y is dropped if it has one number per sequence and ``forward`` does not accept labels.
-
-    Examples:
-        >>> import torch
-        >>> drop_unused_labels(torch.nn.Linear(2, 2), [torch.ones(1, 2), torch.tensor([0])])
-        ([tensor([[1., 1.]])], 'labels left out of the batches: the second of two items')
-    """
-    names, parameters = argument_names(model), _parameters(model)
-    if isinstance(batch, Mapping) and not any(one.kind is one.VAR_KEYWORD for one in parameters):
-        extra = [key for key in batch if key not in names and (key in LABELS or not tensors_in(batch[key]))]
-        if extra:
-            kept = {key: value for key, value in batch.items() if key not in extra}
-            return kept, f"left out of the batches, for the model does not take them: {', '.join(extra)}"
-    if isinstance(batch, tuple | list) and len(batch) == 2 and _one_label_each(*batch):
-        more = any(one.kind is one.VAR_POSITIONAL for one in parameters)
-        if (len(_positional(model)) == 1 and not more) or second_argument(model):
-            return batch[:1], "labels left out of the batches: the second of two items"
-    return batch, ""
-
-
-def _parameters(model: nn.Module) -> list[inspect.Parameter]:
-    return list(inspect.signature(model.forward).parameters.values())
-
-
-def argument_names(model: nn.Module) -> list[str]:
-    """Return the names by which ``forward`` accepts arguments, without ``**kwargs``."""
-    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return [one.name for one in _parameters(model) if one.kind in kinds]
-
-
-def _positional(model: nn.Module) -> list[inspect.Parameter]:
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [one for one in _parameters(model) if one.kind in kinds]
-
-
-def label_position(model: nn.Module) -> int | None:
-    """Return the position of the labels among the arguments of ``forward``; None if it takes none."""
-    names = [parameter.name for parameter in _positional(model)]
-    return next((at for at, name in enumerate(names) if at and name in LABELS), None)
-
-
-def _takes_dict(model: nn.Module, batch: Mapping[str, Any]) -> bool:
-    """Return True if ``forward`` has one required argument and no argument with a name of the batch."""
-    required = [parameter for parameter in _positional(model) if parameter.default is parameter.empty]
-    return len(required) == 1 and bool(batch) and not {*argument_names(model)} & {*batch}
-
-
-def _one_label_each(x: Any, y: Any) -> bool:
-    """Return True if y has one number per sequence of x, so that y is regarded as labels."""
-    both = isinstance(x, Tensor) and isinstance(y, Tensor)
-    return both and x.dim() > 1 and y.shape in ((x.shape[0],), (x.shape[0], 1))
-
-
-# --- change and undo -------------------------------------------------------------------------------------
 
 
 class AddedHook(NamedTuple):

@@ -47,9 +47,9 @@ def norm(values: Float64[Tensor, "..."], axes: tuple[int, ...]) -> Float64[Tenso
     return torch.linalg.vector_norm(values / unit, dim=axes) * unit.squeeze(axes)
 
 
-def ratio(part: Float64[Tensor, "..."], whole: Float64[Tensor, "..."]) -> Float64[Tensor, "..."]:
+def ratio(share: Float64[Tensor, "..."], whole: Float64[Tensor, "..."]) -> Float64[Tensor, "..."]:
     """Return ``part / whole``, and 0 where ``whole`` is 0."""
-    return torch.where(whole > 0, part / torch.where(whole > 0, whole, 1.0), 0.0)
+    return torch.where(whole > 0, share / torch.where(whole > 0, whole, 1.0), 0.0)
 
 
 def mean_distance(

@@ -9,8 +9,8 @@ from typing import Annotated, ClassVar, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from rankwise._internals import report_package
 from rankwise._internals.files import parse_json, write_file
-from rankwise._internals.lazy import report_package
 from rankwise.errors import RecordError, readable_file, strip_control
 
 K = TypeVar("K", bound=Hashable)

@@ -70,9 +70,9 @@ def per_pair(angles: Float[Tensor, "B S R"], layout: RopeLayout) -> Float[Tensor
 
 def fits_layout(angles: Float[Tensor, "B S R"], layout: RopeLayout, width: int) -> bool:
     """Return True if both channels of each pair have the same angle, and all pairs fit into the head."""
-    one, half = per_pair(angles, layout), angles.shape[-1] // 2
-    same = {"halves": angles[..., half:], "pairs": angles[..., 1::2]}.get(layout, one)
-    return 2 * one.shape[-1] <= width and bool((one == same).all())
+    first, half = per_pair(angles, layout), angles.shape[-1] // 2
+    same = {"halves": angles[..., half:], "pairs": angles[..., 1::2]}.get(layout, first)
+    return 2 * first.shape[-1] <= width and bool((first == same).all())
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,8 @@ class PairRotation:
 
     def __getitem__(self, sequences: Int[Tensor, "b"]) -> "PairRotation":
         """Return the rotation of the sequences with the given indices."""
-        own = sequences.to(self.cos.device)
-        return PairRotation(self.pairs, self.cos[own], self.sin[own])
+        indices = sequences.to(self.cos.device)
+        return PairRotation(self.pairs, self.cos[indices], self.sin[indices])
 
 
 def fit_rotation(
@@ -103,9 +103,9 @@ def fit_rotation(
 ) -> tuple[PairRotation, float]:
     """Return the least-squares rotation from heads ``before`` to ``after``, and its relative residual."""
     before, after = ([as_float64(heads) for heads in sides] for sides in (before, after))
-    own = pairs.to(before[0].device)
-    x, y = (torch.cat([heads[..., own[:, side]] for heads in before], 1) for side in (0, 1))
-    u, v = (torch.cat([heads[..., own[:, side]] for heads in after], 1) for side in (0, 1))
+    channels = pairs.to(before[0].device)
+    x, y = (torch.cat([heads[..., channels[:, side]] for heads in before], 1) for side in (0, 1))
+    u, v = (torch.cat([heads[..., channels[:, side]] for heads in after], 1) for side in (0, 1))
     size = (x.square() + y.square()).sum(1).clamp(min=1e-300)
     rotation = PairRotation(pairs, (x * u + y * v).sum(1) / size, (x * v - y * u).sum(1) / size)
     residual = sum(float((rotation(a) - b).square().sum()) for a, b in zip(before, after, strict=True))

@@ -57,14 +57,14 @@ class Moments:
         """
         if not len(values):
             return
-        known = ~np.isnan(values)
-        count = known.sum(0).astype(np.float64)
-        first = np.take_along_axis(values, known.argmax(0)[None], axis=0)[0]
+        present = ~np.isnan(values)
+        count = present.sum(0).astype(np.float64)
+        first = np.take_along_axis(values, present.argmax(0)[None], axis=0)[0]
         first = np.where(count > 0, first, 0.0)
         # Differences of equal values are 0, so the mean of equal values is exact, even if they are infinite.
-        offsets = np.subtract(values, first, where=known & (values != first), out=np.zeros_like(values))
+        offsets = np.subtract(values, first, where=present & (values != first), out=np.zeros_like(values))
         mean = first + offsets.sum(0) / np.maximum(count, 1)
-        deviations = np.subtract(values, mean, where=known, out=np.zeros_like(values))
+        deviations = np.subtract(values, mean, where=present, out=np.zeros_like(values))
         self.merge(Moments(count, mean, np.square(deviations).sum(0)))
 
     def merge(self, other: "Moments") -> None:
@@ -90,9 +90,9 @@ class Moments:
     @classmethod
     def from_record(cls, count: Floats, mean: Floats, std: Floats) -> "Moments":
         """Return moments from the three results of `to_record`; an entry with mean NaN gets count 0."""
-        known = np.where(np.isnan(mean), 0.0, count)
-        m2 = np.where(known > 1, (known - 1) * np.square(std), 0.0)
-        return cls(known, np.where(known > 0, mean, 0.0), m2)
+        counted = np.where(np.isnan(mean), 0.0, count)
+        m2 = np.where(counted > 1, (counted - 1) * np.square(std), 0.0)
+        return cls(counted, np.where(counted > 0, mean, 0.0), m2)
 
 
 def t_quantile(freedom: int) -> float:

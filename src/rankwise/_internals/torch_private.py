@@ -29,13 +29,13 @@ def without_torch_function() -> AbstractContextManager[None]:
 def pop_mode(mode: TorchFunctionMode) -> int | None:
     """Remove a function mode from torch's stack; return the number of modes below it, None if not found."""
     modes = _get_current_function_mode_stack()
-    found = max((at for at, other in enumerate(modes) if other is mode), default=None)
-    if found is not None:
-        for _ in modes[found:]:
+    depth = max((index for index, other in enumerate(modes) if other is mode), default=None)
+    if depth is not None:
+        for _ in modes[depth:]:
             _pop_mode()
-        for other in modes[found + 1 :]:
+        for other in modes[depth + 1 :]:
             _push_mode(other)
-    return found
+    return depth
 
 
 def push_mode(mode: TorchFunctionMode, depth: int) -> None:
@@ -84,12 +84,9 @@ def in_grad_transform() -> bool:
     return any(level.key() == torch._C._functorch.TransformType.Grad for level in stack)
 
 
-def without_vmap(tensor: Tensor) -> Tensor:
-    """Return the tensor behind a tensor inside `torch.vmap`, with the mapped axes first, outermost first."""
-    functorch = torch._C._functorch
-    while functorch.is_batchedtensor(tensor):
-        tensor = functorch.get_unwrapped(tensor).movedim(functorch.maybe_get_bdim(tensor), 0)
-    return tensor
+def is_mapped(tensor: Tensor) -> bool:
+    """Return True for a tensor inside `torch.vmap`, which lacks the mapped axis."""
+    return bool(torch._C._functorch.is_batchedtensor(tensor))
 
 
 @no_type_check
@@ -155,8 +152,8 @@ def uncompiled() -> AbstractContextManager[Any]:
 
     If the compiler is not imported, which is slow, nothing is compiled.
     """
-    known = "torch._dynamo" in sys.modules
-    return torch.compiler.set_stance("force_eager") if known else nullcontext()
+    imported = "torch._dynamo" in sys.modules
+    return torch.compiler.set_stance("force_eager") if imported else nullcontext()
 
 
 def constant_when_traced(function: FunctionT) -> FunctionT:
@@ -224,18 +221,18 @@ def preserve_state(model: nn.Module) -> Iterator[None]:
     other objects is not restored, and nothing is if the model adds modules or parameters, as lazy modules do:
     attributes say that it did. Cost: a copy of the buffers.
     """
-    own = (torch.jit.ScriptModule, nn.modules.lazy.LazyModuleMixin)  # these keep their state in another way
-    modules = [module for module in model.modules() if not isinstance(module, own)]
-    stores: list[Any] = [store for one in modules for store in (one._buffers, vars(one))]
+    special = (torch.jit.ScriptModule, nn.modules.lazy.LazyModuleMixin)  # these store state otherwise
+    modules = [module for module in model.modules() if not isinstance(module, special)]
+    stores: list[Any] = [store for module in modules for store in (module._buffers, vars(module))]
     own_names = vars(nn.Module())
-    held = [value for one in modules for name, value in vars(one).items() if name not in own_names]
+    held = [value for module in modules for name, value in vars(module).items() if name not in own_names]
     stores += _containers(held, {}).values()
     copies: dict[int, Tensor] = {}  # a tensor with two names stays one
 
     def parts() -> int:
         return len([*model.modules(), *model.parameters()])
 
-    before, others = parts(), [one._non_persistent_buffers_set for one in modules]
+    before, others = parts(), [module._non_persistent_buffers_set for module in modules]
     kept = [(store, store.copy()) for store in stores + others]
     try:
         with without_torch_function():
@@ -254,13 +251,13 @@ def preserve_state(model: nn.Module) -> Iterator[None]:
             (store.extend if isinstance(store, list) else store.update)(content)
 
 
-def _containers(values: Iterable[Any], found: dict[int, Any]) -> dict[int, Any]:
+def _containers(values: Iterable[Any], containers: dict[int, Any]) -> dict[int, Any]:
     """Add the lists and dicts among values, and those inside them, to ``found`` by `id`; return it."""
     for value in values:
-        if type(value) in (list, dict) and id(value) not in found:
-            found[id(value)] = value
-            _containers(value.values() if isinstance(value, dict) else value, found)
-    return found
+        if type(value) in (list, dict) and id(value) not in containers:
+            containers[id(value)] = value
+            _containers(value.values() if isinstance(value, dict) else value, containers)
+    return containers
 
 
 def like(new: Tensor, old: Tensor) -> Tensor:

@@ -5,13 +5,14 @@ Names are imported on first use, so that saved audits can be loaded, merged and 
 
 from typing import TYPE_CHECKING
 
-from rankwise._internals.lazy import lazy_names
+from rankwise._internals import lazy_names
 
 if TYPE_CHECKING:
+    from rankwise.auditing.batches import text_batches
     from rankwise.auditing.comparison import Comparison
-    from rankwise.auditing.findings import RULES, check_codes
-    from rankwise.auditing.history import History, compare, in_order
-    from rankwise.auditing.initialization import BaselineSettings, InitializationError, reinitialized
+    from rankwise.auditing.findings import FINDING_RULES
+    from rankwise.auditing.history import History, compare, sort_by_step
+    from rankwise.auditing.initialization import AtInitSettings, InitializationError, reinitialized
     from rankwise.auditing.records import (
         AttentionMap,
         Finding,
@@ -25,15 +26,14 @@ if TYPE_CHECKING:
     from rankwise.auditing.result import Audit
     from rankwise.auditing.run import AuditError, audit
     from rankwise.auditing.settings import AuditSettings
-    from rankwise.auditing.text_inputs import text_batches
 
 __all__ = [
-    "RULES",
+    "FINDING_RULES",
+    "AtInitSettings",
     "AttentionMap",
     "Audit",
     "AuditError",
     "AuditSettings",
-    "BaselineSettings",
     "Comparison",
     "Finding",
     "HeadRecord",
@@ -44,11 +44,10 @@ __all__ = [
     "StateRecord",
     "UncapturedModule",
     "audit",
-    "check_codes",
     "compare",
-    "in_order",
     "reinitialized",
     "remedy_text",
+    "sort_by_step",
     "text_batches",
 ]
 

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from rankwise._internals.forward import Batch
+from rankwise._internals.batches import Batch
 from rankwise.auditing.examples import TokenNames, token_ids
 from rankwise.auditing.records import MAP_SIDE, AttentionMap, Finding, HeadRecord
 from rankwise.auditing.settings import ChosenHeads
@@ -73,13 +73,13 @@ class AttentionMapRecorder:
         """Return maps per sequence, by position in ``heads``; ``before`` sequences already have maps."""
         places = [place for place, head in enumerate(heads) if self.chosen.includes(site.layer, head)]
         sequences = range(min(site.sequences, SEQUENCES - before))
-        return [self._record_sequence(site, at, places, batch, before + at) for at in sequences]
+        return [self._record_sequence(site, number, places, batch, before + number) for number in sequences]
 
     def _record_sequence(
-        self, site: CapturedMixer, at: int, places: Sequence[int], batch: Batch | None, sequence: int
+        self, site: CapturedMixer, number: int, places: Sequence[int], batch: Batch | None, sequence: int
     ) -> dict[int, AttentionMap]:
         """Return the maps of one sequence; for several image windows, the maps of the first window."""
-        row = at * (site.operator.shape[0] // max(site.sequences, 1))
+        row = number * (site.operator.shape[0] // max(site.sequences, 1))
         rows, columns = site.valid_tokens[row], site.valid_sources[row]
         if not (places and rows.any() and columns.any()):
             return {}
@@ -100,9 +100,9 @@ class AttentionMapRecorder:
 
     def check(self, heads: Iterable[tuple[int, int]]) -> None:
         """Raise `NoSuchHeadsError` if the model's ``heads``, pairs (layer, head), include no chosen head."""
-        known = set(heads)
-        if self.chosen.heads and not self.chosen.heads & known:
-            layers, numbers = zip(*known, strict=True)
+        existing = set(heads)
+        if self.chosen.heads and not self.chosen.heads & existing:
+            layers, numbers = zip(*existing, strict=True)
             expected = f"heads of layers {min(layers)}–{max(layers)}, numbers {min(numbers)}–{max(numbers)}"
             fix = 'Counted from 0: "0:0" is head 0 of layer 0; "all" or "flagged" need no numbers.'
             raise NoSuchHeadsError(
@@ -116,14 +116,14 @@ class AttentionMapRecorder:
 
     def _texts(self, site: CapturedMixer, batch: Batch | None, row: int, sequence: int) -> list[str]:
         """Return the keys in ``texts`` of row tokens and of column tokens; "" if the tokens are unknown."""
-        found = []
+        keys = []
         for ids, valid in zip(token_ids(site, batch), (site.valid_tokens, site.valid_sources), strict=True):
             real = [] if ids is None else ids.ids[row][valid[row].to(ids.ids.device)].tolist()
             tokens = [self.names.text(number) for number in real]
             name = "" if ids is None else ids.name + (f" of sequence {sequence + 1}" if sequence else "")
             fits = bool(name) and self.texts.setdefault(name, tokens) == tokens
-            found.append(name if fits else "")
-        return found
+            keys.append(name if fits else "")
+        return keys
 
 
 def only_flagged(heads: Sequence[HeadRecord], findings: Sequence[Finding]) -> list[HeadRecord]:

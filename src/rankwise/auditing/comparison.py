@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, TypeVar
 import numpy as np
 from pydantic import Field
 
-from rankwise._internals.lazy import report_package
+from rankwise._internals import report_package
 from rankwise._internals.records import Address, Count, Number, Record, grouped
 from rankwise._internals.statistics import mean
 from rankwise.auditing.match_findings import OUTCOMES, FindingChange, finding_changes
@@ -25,7 +25,7 @@ COST = "removal_cost"
 LOSS = "loss, "
 """Beginning of the name of the total of the loss; its unit follows."""
 INITIAL = tuple(measure.name for measure in HEAD_MEASURES if measure.name.startswith("init_"))
-"""Measures of heads that an audit without a baseline does not have."""
+"""Measures of heads that an audit without an audit at initialization does not have."""
 
 R = TypeVar("R", HeadRecord, StateRecord)
 AnyMeasure = HeadMeasure | StateMeasure
@@ -145,9 +145,9 @@ class Comparison(Record):
 
     def __repr__(self) -> str:
         counts = Counter(change.outcome for change in self.findings)
-        found = ", ".join(f"{counts[outcome]} {outcome}" for outcome in OUTCOMES if counts[outcome])
+        outcomes = ", ".join(f"{counts[outcome]} {outcome}" for outcome in OUTCOMES if counts[outcome])
         names = f"{self.before.model!r} → {self.after.model!r}"
-        return f"Comparison({names}: {len(self.changes)} changes; findings: {found or 'none'})"
+        return f"Comparison({names}: {len(self.changes)} changes; findings: {outcomes or 'none'})"
 
 
 def compare_two(before: Audit, after: Audit) -> Comparison:
@@ -158,8 +158,8 @@ def compare_two(before: Audit, after: Audit) -> Comparison:
         # One model may be a part of the other, so that the names of its modules differ.
         heads, *only_heads = _matched(before.heads, after.heads, "layer call head cross kind", stacks)
     states, *only_states = _matched(before.states, after.states, "blocks", stacks)
-    costs, baselines = _cost_differences(before, after), _baseline_difference(before, after)
-    left_out = {*([COST] if costs else []), *(INITIAL if baselines else [])}
+    costs, at_init = _cost_differences(before, after), _at_init_difference(before, after)
+    left_out = {*([COST] if costs else []), *(INITIAL if at_init else [])}
     losses = [abs(audit.importance.value) for audit in (before, after) if audit.importance is not None]
     cost_range = max((loss for loss in losses if math.isfinite(loss) and loss > 0), default=1.0)
     measures = [measure for measure in HEAD_MEASURES if measure.name not in left_out]
@@ -177,7 +177,7 @@ def compare_two(before: Audit, after: Audit) -> Comparison:
     ]
     return Comparison(
         before=before.provenance, after=after.provenance, heads=len(heads), states=len(states),
-        warnings=[*_warnings(before, after, heads, states), *costs, *baselines],
+        warnings=[*_warnings(before, after, heads, states), *costs, *at_init],
         structure=[*_structure(before, after, stacks)], totals=_totals(before, after),
         by_layer=[change for change in by_layer if change.measure not in left_out],
         below_rounding=len(every) - len(changes),
@@ -209,7 +209,7 @@ def _matched(
             return stacks.get(record.stack, record.stack), *(getattr(record, name) for name in fields.split())
 
         groups = grouped(records, key)
-        return {(key, at): record for key, group in groups.items() for at, record in enumerate(group)}
+        return {(key, number): record for key, group in groups.items() for number, record in enumerate(group)}
 
     ours, theirs = by_fields(first, stacks), by_fields(second, {})
     both = [(ours[key], theirs[key]) for key in ours if key in theirs]
@@ -229,13 +229,13 @@ def _changes(
     rounding = eps * math.sqrt(abs(after.tokens * (depth + 1)))
     for measure in measures:
         old, new = getattr(before, measure.name), getattr(after, measure.name)
-        known = [math.isfinite(value) for value in (old, new)]
-        if old == new or not any(known):
+        finite = [math.isfinite(value) for value in (old, new)]
+        if old == new or not any(finite):
             continue
         spans = [span for record in (before, after) if (span := measure.span(record)) > 0]  # NaN > 0 is False
         scale = cost_range if measure.name == COST else max(spans, default=max(abs(old), abs(new)))
-        change = new - old if all(known) else math.nan
-        size = min(abs(change) / scale, 1.0) if all(known) else 1.0
+        change = new - old if all(finite) else math.nan
+        size = min(abs(change) / scale, 1.0) if all(finite) else 1.0
         size = 0.0 if size <= rounding else size
         yield Change(where=after.id, measure=measure.name, before=old, after=new, change=change, size=size)
 
@@ -245,16 +245,16 @@ def layer_means(audit: Audit) -> dict[LayerKey, tuple[float, float]]:
 
     For heads, both are means over the heads of the layer.
     """
-    found: dict[LayerKey, tuple[float, float]] = {}
+    means: dict[LayerKey, tuple[float, float]] = {}
     for layer, heads in grouped(audit.heads, attrgetter("stack", "layer", "cross")).items():
         for measure in HEAD_MEASURES:
             values, deviations = ([of(measure, head) for head in heads] for of in (HeadMeasure.value, _std))
-            found[LayerKey("heads", *layer, measure.name)] = mean(values), mean(deviations)
+            means[LayerKey("heads", *layer, measure.name)] = mean(values), mean(deviations)
     for state in audit.states:
         for of_states in STATE_MEASURES:
             key = LayerKey("states", state.stack, state.blocks, False, of_states.name)
-            found[key] = of_states.value(state), _std(of_states, state)
-    return {key: pair for key, pair in found.items() if math.isfinite(pair[0])}
+            means[key] = of_states.value(state), _std(of_states, state)
+    return {key: pair for key, pair in means.items() if math.isfinite(pair[0])}
 
 
 def _std(measure: AnyMeasure, record: HeadRecord | StateRecord) -> float:
@@ -291,9 +291,11 @@ def _totals(before: Audit, after: Audit) -> list[Total]:
         numbers["token spread at the end"].append(mean(state.spread for state in last))
         numbers["effective rank of the last states"].append(mean(state.effective_rank for state in last))
         numbers["findings"].append(len(audit.findings))
-    known = [audit.importance for audit in (before, after) if math.isfinite(audit.loss) and audit.importance]
-    if len(known) == 2 and known[0].quantity == known[1].quantity:
-        numbers[f"{LOSS}{known[0].unit}"] = [before.loss, after.loss]
+    measured = [
+        audit.importance for audit in (before, after) if math.isfinite(audit.loss) and audit.importance
+    ]
+    if len(measured) == 2 and measured[0].quantity == measured[1].quantity:
+        numbers[f"{LOSS}{measured[0].unit}"] = [before.loss, after.loss]
     return [Total(name=name, before=old, after=new) for name, (old, new) in numbers.items()]
 
 
@@ -313,9 +315,9 @@ def _structure(before: Audit, after: Audit, stacks: Mapping[str, str]) -> Iterat
         for words, (fact, consequence) in _FACTS.items():
             pairs = Counter((fact(old[layer]), fact(new[layer])) for layer in both)
             unlike = [
-                f"{one} before, {other} after ({'all' if number == len(both) else number} layers)"
-                for (one, other), number in pairs.items()
-                if one != other
+                f"{old_fact} before, {new_fact} after ({'all' if number == len(both) else number} layers)"
+                for (old_fact, new_fact), number in pairs.items()
+                if old_fact != new_fact
             ]
             if unlike:
                 yield f"{words}{place}: {'; '.join(unlike)}.{consequence}"
@@ -325,9 +327,9 @@ def _structure(before: Audit, after: Audit, stacks: Mapping[str, str]) -> Iterat
         )
         if widths and other_widths and widths != other_widths:
             yield f"Width of the token states{place}: {widths} before, {other_widths} after."
-    for name, audit, known in (("before", before, stacks.keys()), ("after", after, stacks.values())):
+    for name, audit, compared in (("before", before, stacks.keys()), ("after", after, stacks.values())):
         for stack in _stacks(audit):
-            if stack not in known:
+            if stack not in compared:
                 yield f"The stack {stack or 'model'!r} is only in the audit {name}."
 
 
@@ -341,7 +343,7 @@ _FACTS: dict[str, tuple[Callable[[Sequence[HeadRecord]], str], str]] = {
 
 _PROVENANCE = {
     "delta": ("δ differs", "Numerical ranks use different thresholds."),
-    "method": ("The method differs", "Some changes may be errors of estimates."),
+    "rank_method": ("The method differs", "Some changes may be errors of estimates."),
     "measure_dtype": ("The dtype of the measures differs", "Some changes may be rounding."),
     "data": ("The data differ", "Some changes may come from the data."),
     "sequences": ("The sequences differ", "The means are over different numbers of sequences."),
@@ -354,11 +356,14 @@ def _warnings(
     heads: Sequence[tuple[HeadRecord, HeadRecord]],
     states: Sequence[tuple[StateRecord, StateRecord]],
 ) -> Iterator[str]:
-    """Yield reasons why the numbers of two audits may not be comparable, apart from costs and baselines."""
+    """Yield reasons why the numbers of two audits may not be comparable.
+
+    Reasons that concern costs and measures at initialization are left out.
+    """
     for field, (subject, consequence) in _PROVENANCE.items():
-        one, other = (getattr(audit.provenance, field) for audit in (before, after))
-        if one != other:
-            yield f"{subject}: {one or 'unknown'} before, {other or 'unknown'} after. {consequence}"
+        old_value, new_value = (getattr(audit.provenance, field) for audit in (before, after))
+        if old_value != new_value:
+            yield f"{subject}: {old_value or 'unknown'} before, {new_value or 'unknown'} after. {consequence}"
     pairs: list[tuple[HeadRecord | StateRecord, HeadRecord | StateRecord]] = [*heads, *states]
     old, new = (mean(pair[side].tokens for pair in pairs) for side in (0, 1))
     if old != new and math.isfinite(old) and math.isfinite(new):
@@ -370,7 +375,7 @@ def _warnings(
     if unlike:
         yield f"{unlike} of {len(heads)} heads have another kind or mask: their references differ."
     examined = any("mixer_share" in finding.evidence for finding in (*before.findings, *after.findings))
-    if examined and before.provenance.advised != after.provenance.advised:
+    if examined and before.provenance.skips_examined != after.provenance.skips_examined:
         yield "Only one audit was examined by `rw.skips.recommend`; the other cannot name suppressed mixers."
     for name, audit in (("before", before), ("after", after)):
         if not audit.complete:
@@ -379,11 +384,11 @@ def _warnings(
         yield "No head of one audit is in the other. Are they of the same architecture?"
 
 
-def _baseline_difference(before: Audit, after: Audit) -> list[str]:
-    """Return a warning if only one audit has a baseline."""
-    if (before.baseline is None) == (after.baseline is None):
+def _at_init_difference(before: Audit, after: Audit) -> list[str]:
+    """Return a warning if only one audit was compared with initialization."""
+    if (before.at_init is None) == (after.at_init is None):
         return []
-    alone = "after" if before.baseline is None else "before"
+    alone = "after" if before.at_init is None else "before"
     return [
         f"Only the audit {alone} was compared with initialization: changes leave out measures at "
         "initialization."
@@ -395,19 +400,19 @@ def _cost_differences(before: Audit, after: Audit) -> list[str]:
     both = [audit.importance for audit in (before, after) if audit.importance is not None]
     origins = [cost_origin(audit) for audit in (before, after)]
     facts: dict[str, list[str]] = {
-        "The loss of importance differs:": [one.quantity for one in both],
-        "The replacement of removed heads differs:": [one.ablation for one in both],
+        "The loss of importance differs:": [record.quantity for record in both],
+        "The replacement of removed heads differs:": [record.ablation for record in both],
         "Costs of removal are": origins,
     }
     pairs = {words: pair for words, pair in facts.items() if len(set(pair)) == 2}
-    found = [f"{words} {one} before, {two} after." for words, (one, two) in pairs.items()]
+    differences = [f"{words} {old} before, {new} after." for words, (old, new) in pairs.items()]
     if any(origins) and not all(origins):
         name = "before" if origins[0] else "after"
-        found = [f"Only the audit {name} measured importance; the other cannot name removable heads."]
-    return [f"{words} Changes leave out costs of removal." for words in found]
+        differences = [f"Only the audit {name} measured importance; the other cannot name removable heads."]
+    return [f"{words} Changes leave out costs of removal." for words in differences]
 
 
 def cost_origin(audit: Audit) -> str:
     """Return how costs of removal were computed: exact, estimated or both; "" without costs."""
-    known = [head.importance for head in audit.heads if head.importance is not None]
-    return " and ".join(sorted({cost.method for cost in known if math.isfinite(cost.cost)}))
+    importances = [head.importance for head in audit.heads if head.importance is not None]
+    return " and ".join(sorted({cost.method for cost in importances if math.isfinite(cost.cost)}))

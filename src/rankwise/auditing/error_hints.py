@@ -5,17 +5,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from rankwise._internals.forward import (
-    LABELS,
-    TRACEBACK,
-    argument_names,
-    config_value,
-    tensors_in,
-    tensors_of,
-    tower_hint,
-)
+from rankwise._internals.batches import LABELS, argument_names, tensors_in, tensors_of
+from rankwise._internals.forward import TRACEBACK, config_value
 from rankwise._internals.torch_private import original_of
-from rankwise.auditing.text_inputs import PASS_TEXTS, positions_of
+from rankwise.auditing.batches import PASS_TEXTS, positions_of
 from rankwise.errors import InputError, did_you_mean
 from rankwise.importance.losses import IGNORE_INDEX, invalid_label
 
@@ -30,7 +23,7 @@ def fix_hint(model: nn.Module, batch: Any, error: Exception) -> str:
     only_raises = owner is nn.Module or owner.__name__ == "LightningModule"
     if isinstance(error, NotImplementedError) and only_raises and "forward" not in vars(model):
         lists = (nn.ModuleList, nn.ModuleDict)
-        name = next((at for at, inner in model.named_children() if not isinstance(inner, lists)), "inner")
+        name = next((name for name, inner in model.named_children() if not isinstance(inner, lists)), "inner")
         return (
             "An audit calls the model, not a `training_step`: define `forward`, such as "
             f"`def forward(self, x): return self.{name}(x)`, or audit the inner module that has it, such as "
@@ -42,8 +35,6 @@ def fix_hint(model: nn.Module, batch: Any, error: Exception) -> str:
         switch = "`torch.backends.mha.set_fastpath_enabled(False)`"
         return f"The fast path of TransformerEncoderLayer fails on quantized layers. Turn it off: {switch}."
     if isinstance(batch, Mapping):
-        if hint := tower_hint(model, batch, error):
-            return hint
         unknown = [str(key) for key in batch if key not in names]
         if unknown:
             guess = did_you_mean(unknown[0], names)
@@ -108,7 +99,7 @@ def _hint_from_message(model: nn.Module, batch: Any, message: str) -> str:
     if "out of memory" in message or "can't allocate" in message:
         return " Use smaller batches or shorter sequences."
     if any(phrase in message for phrase in ("index out of range", "out of bounds", "indexselect")):
-        if isinstance(words, int) and words and any(int(part.max()) >= words for part in ids if part.numel()):
+        if isinstance(words, int) and words and any(int(x.max()) >= words for x in ids if x.numel()):
             return (
                 f" A token id is not below the {words} that the model knows: is it the model's own tokenizer?"
             )

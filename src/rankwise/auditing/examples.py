@@ -11,7 +11,7 @@ from rankwise.auditing.records import AttentionMap, HeadRecord
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rankwise._internals.forward import Batch
+    from rankwise._internals.batches import Batch
     from rankwise.tracing import CapturedMixer
 
 TOKENS_KEPT = 16
@@ -33,9 +33,8 @@ class Examples:
     """Rows and columns of patches if the tokens of ``memberships`` are patches of an image."""
     named: list[int]
     """Number of sequences in which the most attended token has a name."""
-    names: list[list[Counter[str]]] | None
-    """``names[i][j]``: number of sequences by name, for head i and kind of name j (see `peak_name`); None in
-    older files."""
+    names: list[list[Counter[str]]]
+    """``names[i][j]``: number of sequences by name, for head i and kind of name j (see `peak_name`)."""
     attention_maps: list[list[AttentionMap]] = field(default_factory=list)
     """Attention maps of the first two sequences."""
 
@@ -54,19 +53,14 @@ class Examples:
     @classmethod
     def from_records(cls, records: Sequence[HeadRecord]) -> "Examples":
         """Restore examples from the saved records of one mixer call."""
-        held = [record.merging for record in records]
-        names = [[Counter(kind) for kind in data.names] for data in held if data is not None]
         return cls(
-            longest=[
-                0.0 if not record.sequences else record.tokens if data is None else float(data.longest)
-                for record, data in zip(records, held, strict=True)
-            ],
+            longest=[float(record.merging.longest) if record.sequences else 0.0 for record in records],
             masks=[record.mask for record in records],
             spectra=[record.spectrum for record in records],
             memberships=[record.membership_map for record in records],
             grids=[record.membership_grid for record in records],
-            named=[0 if data is None else data.named for data in held],
-            names=names if len(names) == len(records) else None,
+            named=[record.merging.named for record in records],
+            names=[[Counter(kind) for kind in record.merging.names] for record in records],
             attention_maps=[
                 [kept for kept in (record.attention_map, record.second_attention_map) if kept is not None]
                 for record in records
@@ -83,7 +77,6 @@ class Examples:
 
     def add_names(self, sequences: Sequence[Sequence[Sequence[str]]]) -> None:
         """Count the names ``[sequence][head][kind]`` of most attended tokens; [] for an unknown token."""
-        assert self.names is not None
         for heads in sequences:
             for head, kinds in enumerate(heads):
                 self.named[head] += bool(kinds)
@@ -91,11 +84,8 @@ class Examples:
 
     def merge(self, other: "Examples", *, attention_maps: bool = True) -> None:
         """Add examples of the same heads from later sequences, with or without their attention maps."""
-        if self.names is None or other.names is None:
-            self.names = None
-        else:
-            for mine, others in zip(self.names, other.names, strict=True):
-                _count(mine, others)
+        for names, others in zip(self.names, other.names, strict=True):
+            _count(names, others)
         self.see_lengths(other.longest, other.masks)
         for head in range(len(self.longest)):
             if not self.memberships[head]:
@@ -112,7 +102,7 @@ class Examples:
         frequent, the most specific kind wins.
         """
         best = ("", 0)
-        for kind in self.names[head] if self.names is not None else []:
+        for kind in self.names[head]:
             name, count = min(kind.items(), key=lambda item: (-item[1], item[0]), default=best)
             best = (name, count) if count > best[1] and 2 * count >= self.named[head] else best
         return best
@@ -165,49 +155,55 @@ class TokenNames:
     def peaks(
         self, site: "CapturedMixer", batch: "Batch | None", columns: Sequence[Sequence[int]]
     ) -> list[list[list[str]]]:
-        """Return names of tokens at ``columns`` by sequence and head: padding is skipped, −1 is []."""
+        """Return the names of the token in ``columns`` for each sequence and head; [] for column −1.
+
+        Columns are counted without padding.
+        """
         _, read = token_ids(site, batch)
         real = [valid.nonzero()[:, 0] for valid in site.valid_sources.cpu()]
-        ids = [None if read is None else read.ids.cpu()[at][places] for at, places in enumerate(real)]
+        ids = [None if read is None else read.ids.cpu()[row][places] for row, places in enumerate(real)]
         return [
-            [[] if at < 0 else peak_name(self, ids[number], at, len(real[number])) for at in heads]
+            [
+                [] if column < 0 else peak_name(self, ids[number], column, len(real[number]))
+                for column in heads
+            ]
             for number, heads in enumerate(columns)
         ]
 
 
 def token_ids(site: "CapturedMixer", batch: "Batch | None") -> "tuple[TokenIds | None, TokenIds | None]":
     """Return the token ids of rows and of columns of a mixing matrix; None if no input has their shape."""
-    from rankwise._internals.forward import tensors_of
+    from rankwise._internals.batches import tensors_of
 
-    found = {
+    inputs = {
         name: TokenIds(name, tensor)
         for name, tensor in ({} if batch is None else tensors_of(batch)).items()
         if tensor.dim() == 2 and str(tensor.dtype) in ("torch.int64", "torch.int32")
     }
-    if READ not in found and "0" in found:  # batch is a tensor or a tuple: the first item holds the ids
-        found[READ] = TokenIds(READ, found["0"].ids)
-    written = found.get(WRITTEN) if site.cross or "decoder" in site.stack else None
-    rows = written or found.get(READ)
-    columns = found.get(READ) if site.cross else rows
+    if READ not in inputs and "0" in inputs:  # batch is a tensor or a tuple: the first item holds the ids
+        inputs[READ] = TokenIds(READ, inputs["0"].ids)
+    written = inputs.get(WRITTEN) if site.cross or "decoder" in site.stack else None
+    rows = written or inputs.get(READ)
+    columns = inputs.get(READ) if site.cross else rows
     fits_rows = rows is not None and rows.ids.shape == site.valid_tokens.shape
     fits_columns = columns is not None and columns.ids.shape == site.valid_sources.shape
     return rows if fits_rows else None, columns if fits_columns else None
 
 
-def peak_name(names: TokenNames, ids: "Tensor | None", at: int, sources: int) -> list[str]:
-    """Return three names of the token in column ``at``: text and position, position alone, text alone.
+def peak_name(names: TokenNames, ids: "Tensor | None", column: int, sources: int) -> list[str]:
+    """Return three names of the token in ``column``: text and position, position alone, text alone.
 
     ``ids`` are the token ids of the columns without padding, None if unknown; ``sources`` counts the columns.
     """
-    place = {0: "the first token", sources - 1: "the last token"}.get(at, f"token {at}")
-    text = f"token {at}" if ids is None else names.text(int(ids[at]))
+    place = {0: "the first token", sources - 1: "the last token"}.get(column, f"token {column}")
+    text = f"token {column}" if ids is None else names.text(int(ids[column]))
     both = place if ids is None else f"{text}, {place}"
     return [both, place, text]
 
 
 def image_size(batch: "Batch | None") -> tuple[int, int] | None:
     """Return height and width of the images (B, C, H, W) in a batch; None if the batch has no images."""
-    from rankwise._internals.forward import tensors_of
+    from rankwise._internals.batches import tensors_of
 
     for tensor in tensors_of(batch).values() if batch is not None else ():
         if tensor.dim() == 4 and tensor.is_floating_point():

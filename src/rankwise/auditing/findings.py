@@ -103,7 +103,7 @@ class Rule:
     """True if the finding states the cost of removing its heads, provided that the cost is known."""
 
 
-RULES: dict[str, Rule] = {}
+FINDING_RULES: dict[str, Rule] = {}
 """Rules by code, in the order in which they are applied."""
 
 
@@ -111,7 +111,7 @@ def rule(*codes: str, **properties: Any) -> Callable[[Find], Find]:
     """Register the decorated function as the rule that returns findings with these codes; see `Rule`."""
 
     def register(find: Find) -> Find:
-        RULES.update(dict.fromkeys(codes, Rule(find=find, **properties)))
+        FINDING_RULES.update(dict.fromkeys(codes, Rule(find=find, **properties)))
         return find
 
     return register
@@ -127,14 +127,14 @@ def diagnose(
     """Return all findings, sorted by severity, then in the order of the rules and of the model."""
     mixers = grouped(heads, lambda head: (head.id.at(None), head.cross)).values()
     measured = Measured(heads, states, uncaptured, importance, mixers, provenance)
-    subjects = {rule.find: rule.about for rule in RULES.values()}
+    subjects = {rule.find: rule.about for rule in FINDING_RULES.values()}
     findings: list[Finding] = []
     for about_heads, group in groupby(subjects, lambda find: subjects[find] == "head"):
         finds = list(group)
         for subject in heads if about_heads else [measured]:
             findings += (finding for find in finds for finding in find(subject))
     if importance is not None:
-        subjects_with_costs = {code: rule.about for code, rule in RULES.items() if rule.with_costs}
+        subjects_with_costs = {code: rule.about for code, rule in FINDING_RULES.items() if rule.with_costs}
         findings = with_removal_costs(findings, subjects_with_costs, heads, importance, states, provenance)
     remedies = [finding.remedy and unless_done(finding.remedy, provenance) for finding in findings]
     findings = [
@@ -146,7 +146,7 @@ def diagnose(
 
 def about(code: str) -> Subject | Literal[""]:
     """Return the subject of the findings with a code; an empty string for an unknown code."""
-    return RULES[code].about if code in RULES else ""
+    return FINDING_RULES[code].about if code in FINDING_RULES else ""
 
 
 def check_codes(codes: Sequence[str]) -> list[str]:
@@ -156,7 +156,7 @@ def check_codes(codes: Sequence[str]) -> list[str]:
         >>> check_codes(["collapse", "inactive-block"])
         ['COLLAPSE', 'INACTIVE_BLOCK']
     """
-    return [one_of(f"code {code}", code.upper().replace("-", "_"), RULES) for code in codes]
+    return [one_of(f"code {code}", code.upper().replace("-", "_"), FINDING_RULES) for code in codes]
 
 
 @rule("REMOVABLE", about="model", decided_by="heads", worse="neither", shown_by="removal_cost")
@@ -202,14 +202,14 @@ def nonfinite(measured: Measured) -> Iterator[Finding]:
     half = about is None or "16" in about.model_dtype
     remedy = in_steps([OVERFLOW, BROKEN_WEIGHTS]) if half else BROKEN_WEIGHTS
     for mixer in measured.mixers:
-        if broken := [head for head in mixer if head.nonfinite]:
-            evidence = {"heads": len(broken), "sequences": max(head.nonfinite for head in broken)}
+        if broken := [head for head in mixer if head.nonfinite_sequences]:
+            evidence = {"heads": len(broken), "sequences": max(head.nonfinite_sequences for head in broken)}
             words = f"Attention of {broken[0].site or 'the model itself'}: {meaning}"
             findings.append(_finding("NONFINITE", broken[0], evidence, words, "error", broken, remedy))
     for state in measured.states:
-        if state.nonfinite:
+        if state.nonfinite_sequences:
             words = f"Token states after {state.blocks} blocks: {meaning}"
-            evidence = {"blocks": state.blocks, "sequences": state.nonfinite}
+            evidence = {"blocks": state.blocks, "sequences": state.nonfinite_sequences}
             findings.append(_finding("NONFINITE", state, evidence, words, "error", remedy=remedy))
     stacks = [finding.where.stack for finding in findings]
     # the mixer of a block comes before the states that the block writes
@@ -331,7 +331,7 @@ def duplicate_heads(measured: Measured) -> Iterator[Finding]:
         by_number: dict[int | None, HeadRecord] = {
             head.head: head for head in mixer if not mixer_kind(head.kind).state_space
         }
-        finds = [rule.find for rule in RULES.values() if rule.about == "head"]
+        finds = [rule.find for rule in FINDING_RULES.values() if rule.about == "head"]
         explained = {head.head for head in mixer for find in finds for _ in find(head)}
         groups: dict[int, set[int]] = {}
         distances: dict[int, float] = {}
@@ -400,7 +400,9 @@ def _determines_width(head: HeadRecord) -> bool:
 )  # fmt: skip
 def not_captured(measured: Measured) -> Iterator[Finding]:
     """Find modules that look like mixers and were not captured."""
-    for (kind, reason), modules in grouped(measured.uncaptured, lambda module: (module.type, module.reason)).items():
+    for (kind, reason), modules in grouped(
+        measured.uncaptured, lambda module: (module.type, module.reason)
+    ).items():
         name, evidence = modules[0].name, {"modules": len(modules)}
         words = f"{len(modules)} × {kind} looks like a mixer and is not in this audit: {reason}."
         severity: Severity = "info" if reason.startswith("never called") else "warning"
@@ -422,7 +424,7 @@ def _finding(
     remedy: Remedy | None = None,
 ) -> Finding:
     """Return a finding, with the evidence that its rule defines and, by default, the remedy of the rule."""
-    rule, place = RULES[code], where if isinstance(where, Address) else where.id
+    rule, place = FINDING_RULES[code], where if isinstance(where, Address) else where.id
     stated = {name: getattr(where, name) for name in rule.evidence.split()}
     return Finding(
         code=code, severity=severity, where=place, evidence=stated | dict(evidence), meaning=meaning,

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, overload
 
+from rankwise._internals import report_package
 from rankwise._internals.files import folder_name, write_file
-from rankwise._internals.lazy import report_package
 from rankwise.auditing.comparison import COST, Comparison, LayerKey, compare_two, cost_origin, layer_means
-from rankwise.auditing.frames import Row, csv_text, data_frame, table
 from rankwise.auditing.result import LOAD, Audit
+from rankwise.auditing.tables import Row, csv_text, data_frame, table
 from rankwise.errors import InputError
 
 if TYPE_CHECKING:
@@ -37,8 +37,8 @@ class History:
     ) -> None:
         self.counted = counted
         self._entries: dict[int, tuple[str, Audit]] = {}
-        for at, (step, audit) in enumerate(entries):
-            self.add(step, audit, names[at] if at < len(names) else "")
+        for number, (step, audit) in enumerate(entries):
+            self.add(step, audit, names[number] if number < len(names) else "")
 
     @classmethod
     def of(cls, audits: Sequence[Audit], names: Sequence[str] = ()) -> "History":
@@ -99,11 +99,14 @@ class History:
 
     @property
     def best(self) -> tuple[str, Audit] | None:
-        """Name and audit with the lowest loss; None without two losses of one kind on the same data."""
-        known = [(name, audit) for name, audit in self._entries.values() if math.isfinite(audit.loss)]
-        losses = {one.importance.quantity for _, one in known if one.importance}
-        alike = len(losses) == len({tuple(audit.provenance.parts) for _, audit in known}) == 1
-        return min(known, key=lambda one: one[1].loss) if alike and len(known) > 1 else None
+        """Name and audit with the lowest loss.
+
+        None unless two audits or more have the same kind of loss on the same data.
+        """
+        entries = [(name, audit) for name, audit in self._entries.values() if math.isfinite(audit.loss)]
+        losses = {entry.importance.quantity for _, entry in entries if entry.importance}
+        alike = len(losses) == len({tuple(audit.provenance.data_digests) for _, audit in entries}) == 1
+        return min(entries, key=lambda entry: entry[1].loss) if alike and len(entries) > 1 else None
 
     def curves(self) -> dict[LayerKey, list[tuple[float, float]]]:
         """Return each measure of each layer over the steps, with its standard deviation over sequences.
@@ -114,36 +117,41 @@ class History:
         means = [layer_means(audit) for audit in self.audits]
         quantities = self._cost_quantities()
         if len(set(filter(None, quantities))) > 1:
-            for at, quantity in enumerate(quantities):
+            for number, quantity in enumerate(quantities):
                 name = {COST: f"{COST} of {quantity}"}
-                renamed = {key: key._replace(measure=name.get(key.measure, key.measure)) for key in means[at]}
-                means[at] = {renamed[key]: pair for key, pair in means[at].items()}
-        keys = dict.fromkeys(key for found in means for key in found)
+                renamed = {
+                    key: key._replace(measure=name.get(key.measure, key.measure)) for key in means[number]
+                }
+                means[number] = {renamed[key]: pair for key, pair in means[number].items()}
+        keys = dict.fromkeys(key for of_audit in means for key in of_audit)
         missing = (float("nan"), float("nan"))
-        return {key: [found.get(key, missing) for found in means] for key in keys}
+        return {key: [of_audit.get(key, missing) for of_audit in means] for key in keys}
 
     @property
     def warnings(self) -> list[str]:
         """Sentences on numbers of the audits that are not comparable."""
-        found: list[str] = []
+        sentences: list[str] = []
         quantities = list(dict.fromkeys(filter(None, self._cost_quantities())))
         if len(quantities) > 1:
             number, listed = len(quantities), "; ".join(quantities)
-            found.append(f"Costs of removal are {number} quantities, which no curve connects: {listed}.")
+            sentences.append(f"Costs of removal are {number} quantities, which no curve connects: {listed}.")
         elif sum(math.isfinite(audit.loss) for audit in self.audits) > 1 and not self.best:
-            found.append("Losses do not compare: their kind or the data differ.")
-        for what, has in (("importance", cost_origin), ("a baseline", lambda audit: audit.baseline)):
+            sentences.append("Losses do not compare: their kind or the data differ.")
+        for what, has in (
+            ("importance", cost_origin),
+            ("an audit at initialization", lambda audit: audit.at_init),
+        ):
             some = [name for name, audit in self._entries.values() if has(audit)]
             if 0 < len(some) < len(self):
                 more = f" and {len(some) - 3} more" if len(some) > 3 else ""
-                found.append(f"Only in {', '.join(some[:3])}{more}: {what}.")
-        return found
+                sentences.append(f"Only in {', '.join(some[:3])}{more}: {what}.")
+        return sentences
 
     def _cost_quantities(self) -> list[str]:
         """Return loss, unit, method and ablation of costs of removal, as a text per audit; "" without."""
         return [
-            f"{known.quantity}, {origin}, {known.ablation} in a head's place"
-            if (known := audit.importance) is not None and (origin := cost_origin(audit))
+            f"{importance.quantity}, {origin}, {importance.ablation} in a head's place"
+            if (importance := audit.importance) is not None and (origin := cost_origin(audit))
             else ""
             for audit in self.audits
         ]
@@ -190,9 +198,9 @@ class History:
         has no other audits, and `RecordError` if an audit is damaged.
         """
         folder = Path(folder)
-        found = {path.parent.name: Audit.load(path) for path in sorted(folder.glob("*/audit.json"))}
-        complete = {name: audit for name, audit in found.items() if audit.complete}
-        if left_out := ", ".join(name for name in found if name not in complete):
+        audits = {path.parent.name: Audit.load(path) for path in sorted(folder.glob("*/audit.json"))}
+        complete = {name: audit for name, audit in audits.items() if audit.complete}
+        if left_out := ", ".join(name for name in audits if name not in complete):
             warnings.warn(f"incomplete audits in {folder} left out: {left_out}", UserWarning, stacklevel=2)
         if not complete:
             expected = "a folder that holds folders with a complete audit.json"
@@ -235,11 +243,11 @@ def steps_of(names: Sequence[str]) -> list[int] | None:
     return list(varied[0])
 
 
-def in_order(names: Sequence[str]) -> list[str]:
+def sort_by_step(names: Sequence[str]) -> list[str]:
     """Return names sorted by the steps in them; unchanged if the names contain no steps.
 
     Examples:
-        >>> in_order(["checkpoint-1000", "checkpoint-200"])
+        >>> sort_by_step(["checkpoint-1000", "checkpoint-200"])
         ['checkpoint-200', 'checkpoint-1000']
     """
     steps = steps_of(names)

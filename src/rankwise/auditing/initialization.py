@@ -19,7 +19,7 @@ TRANSFORMERS_FLAG = "_is_hf_initialized"
 """Attribute that transformers sets on drawn or loaded modules and weights, so ``init_weights`` skips them."""
 BY_HAND = (
     "Give a function that builds the model at initialization: `factory=build` without arguments, or to an "
-    "audit `baseline=build` of a seed."
+    "audit `at_init=build` of a seed."
 )
 
 
@@ -71,8 +71,8 @@ def reinitialized(
 
 
 @dataclass(frozen=True)
-class BaselineSettings:
-    """Settings of the baseline: copies of the model at initialization, audited on the same batches.
+class AtInitSettings:
+    """Settings of audits of copies of the model at initialization, on the same batches.
 
     Args:
         seeds: number of copies, with seeds 0, 1, …; each copy costs one audit. Use at least three: two seeds
@@ -87,7 +87,7 @@ class BaselineSettings:
 class InitialCopies:
     """Copies of a model at initialization, at most one in memory; the constructor builds the first copy."""
 
-    def __init__(self, model: nn.Module, settings: BaselineSettings) -> None:
+    def __init__(self, model: nn.Module, settings: AtInitSettings) -> None:
         self.model, self.settings = original_of(model), settings
         drawn = "by the methods of its modules that draw weights"
         self.built = "from its configuration" if _is_transformers(self.model) else drawn

@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from typing import TYPE_CHECKING, Literal, get_args
 
 from rankwise._internals.records import Record
-from rankwise.auditing.findings import RULES, about
+from rankwise.auditing.findings import FINDING_RULES, about
 from rankwise.auditing.records import SEVERITY_ORDER, Finding, HeadRecord, StateRecord
 
 if TYPE_CHECKING:
@@ -41,9 +41,9 @@ class FindingChange(Record):
     @property
     def numbers(self) -> tuple[str, float, float] | None:
         """Name, old and new value of the deciding number (`Rule.decided_by`); None if both are missing."""
-        if self.finding.code not in RULES:
+        if self.finding.code not in FINDING_RULES:
             return None
-        name = RULES[self.finding.code].decided_by
+        name = FINDING_RULES[self.finding.code].decided_by
         both = ({} if finding is None else finding.evidence for finding in (self.before, self.after))
         old, new = (evidence.get(name, math.nan) for evidence in both)
         return None if math.isnan(old) and math.isnan(new) else (name, old, new)
@@ -79,7 +79,7 @@ def _outcome(old: Finding | None, new: Finding, ours: "_Records", theirs: "_Reco
     if old is None:
         return "new"
     change = float(SEVERITY_ORDER[old.severity] - SEVERITY_ORDER[new.severity])
-    rule = RULES.get(new.code)
+    rule = FINDING_RULES.get(new.code)
     if not change and about(new.code) != "model":
         change = old.evidence.get("blocks", 0) - new.evidence.get("blocks", 0)  # equal if a block is named
     if not change and rule is not None:
@@ -112,7 +112,7 @@ class _Records:
 
     def standard_error(self, finding: Finding) -> float:
         """Return the standard error, over sequences, of the deciding number of a finding; 0 for counts."""
-        where, rule = finding.where, RULES[finding.code]
+        where, rule = finding.where, FINDING_RULES[finding.code]
         states = [state for state in self._states if state.stack == where.stack]
         row: HeadRecord | StateRecord | None = next(
             (state for state in states if state.blocks == finding.evidence.get("blocks")), None

@@ -1,26 +1,26 @@
 """Measure the heads of one mixer call, or the token states after one block, in every sequence."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rankwise import measures, operators
-from rankwise._internals.forward import Batch
+from rankwise._internals.batches import Batch
 from rankwise._internals.linalg import float64_device
 from rankwise._internals.statistics import Floats
 from rankwise._internals.threads import map_threads
 from rankwise.auditing.examples import TokenNames, image_size, patch_grid
 from rankwise.auditing.measure_table import HEAD_MEASURES, STATE_MEASURES, mixer_kind
 from rankwise.auditing.provenance import PROBES, SEED, STEPS
-from rankwise.auditing.records import BAND, thresholds
 from rankwise.auditing.reference_ranks import Mask, masks_of, reference_ranks
 from rankwise.auditing.settings import RankMethod
-from rankwise.auditing.statistics import ERRORS, MEANS, RANKS, HeadStatistics, StateStatistics
+from rankwise.auditing.statistics import COUNTS, ERRORS, MEANS, RANKS, HeadStatistics, StateStatistics
 from rankwise.operators import MixingOperator
 from rankwise.tracing import CapturedMixer, CapturedState
 
@@ -45,15 +45,12 @@ FUNCTIONS = {row.name: row.function for row in HEAD_MEASURES if row.function}
 class HeadBatch:
     """Measures of H heads in B sequences (or image windows) of equal length; NaN if unknown or undefined."""
 
-    means: dict[str, Floats]
-    """Values of the fields in `MEANS`, shape (B, H) each."""
-    ranks: dict[str, Floats]
-    """Values of the fields in `RANKS` at the five thresholds of the band, shape (B, H, 5) each."""
+    measures: dict[str, Floats]
+    """Values of the fields in `MEANS` and `RANKS`, shape (B, H) each."""
     stderr: dict[str, Floats]
     """Standard errors of the measures in `ERRORS`, shape (B, H) each."""
-    estimated: Floats
-    fallbacks: Floats
-    """1 if the ranks needed an SVD, else 0; ``estimated``: 1 if ranks were estimated. Shape (B, H) each."""
+    counted: dict[str, Floats]
+    """1 or 0: whether a sequence counts in a field of `COUNTS`, shape (B, H) each."""
     distances: Floats
     """Distances between the heads of a sequence, shape (B, H, H)."""
     masks: list[list[Mask]]
@@ -72,7 +69,7 @@ def sampled(site: CapturedMixer) -> tuple[CapturedMixer, list[int]]:
     home, heads = float64_device(site.operator.device), site.operator.shape[-3]
     if home != site.operator.device:
         moved: dict[str, Any] = {
-            name: None if (part := getattr(site, name)) is None else part.to(home)
+            name: None if (tensor := getattr(site, name)) is None else tensor.to(home)
             for name in ("operator", "valid_tokens", "valid_sources", "projection")
         }
         site = replace(site, **moved)
@@ -90,43 +87,36 @@ def measure_heads(
     *,
     names: TokenNames | None = None,
     batch: Batch | None = None,
-    each_sequence: bool = False,
 ) -> HeadStatistics:
     """Return statistics of the heads of a mixer call; `sampled` returns the site and head indices to pass.
 
-    With ``names``, tokens of ``batch`` are named. ``each_sequence``: keep ranks per sequence, for a baseline.
+    With ``names``, tokens of ``batch`` are named.
     """
     statistics = HeadStatistics.empty(site.address(), site.kind, site.cross, heads)
     measured = list(_batches(site, delta, method))
-    starts = np.arange(0, site.operator.shape[0], max(1, site.operator.shape[0] // max(site.sequences, 1)))
+    matrices = site.operator.shape[0]
+    windows = matrices // site.sequences if site.sequences and matrices % site.sequences == 0 else 1
+    # A window without tokens has no number of tokens and does not count.
+    real = ~np.isnan(np.concatenate([sequences.measures["tokens"][:, 0] for sequences in measured]))
+    real = real.reshape(-1, windows)
 
-    lengths = np.concatenate([part.means["tokens"][:, 0] for part in measured])  # NaN: nothing but padding
-    windows = np.add.reduceat(~np.isnan(lengths), starts, dtype=np.float64)
+    def by_sequence(batches: Iterable[Floats], *, complete: bool = False) -> Floats:
+        return _over_windows(np.concatenate([*batches]), real, complete=complete)
 
-    def by_sequence(parts: Sequence[Floats], *, skip_nan: bool = True) -> Floats:
-        return _over_windows(np.concatenate(parts), starts, windows, skip_nan=skip_nan)
-
-    unknown = np.isnan(by_sequence([part.means["sigma_max"] for part in measured], skip_nan=False))
-    broken = unknown & (windows > 0)[:, None]
-    statistics.nonfinite = broken.sum(0).astype(np.float64)
-
-    def finite(parts: Sequence[Floats], *, skip_nan: bool = True) -> Floats:
-        values = by_sequence(parts, skip_nan=skip_nan)
-        return np.where(broken.reshape(*broken.shape, *[1] * (values.ndim - 2)), np.nan, values)
-
+    sigma_max = by_sequence((sequences.measures["sigma_max"] for sequences in measured), complete=True)
+    nonfinite = np.isnan(sigma_max) & real.any(1, keepdims=True)
+    statistics.nonfinite_sequences = nonfinite.sum(0).astype(np.float64)
     for name, moments in statistics.measures.items():
-        moments.add(finite([part.means[name] for part in measured]))
+        values = by_sequence((sequences.measures[name] for sequences in measured), complete=name in RANKS)
+        moments.add(np.where(nonfinite, np.nan, values))
     for name, moments in statistics.stderr.items():
-        moments.add(finite([part.stderr[name] for part in measured]))
-    ranks = {name: finite([part.ranks[name] for part in measured], skip_nan=False) for name in RANKS}
-    for name, moments in statistics.ranks.items():
-        moments.add(ranks[name])
-    for name in ("estimated", "fallbacks"):
-        setattr(statistics, name, np.nansum(finite([getattr(part, name) for part in measured]), axis=0))
-    assert statistics.distances is not None
-    statistics.distances.add(by_sequence([part.distances for part in measured]))
-    if each_sequence:
-        statistics.sequence_ranks = [np.stack([ranks["rank_low"], ranks["rank_high"]], axis=-1)]
+        moments.add(
+            np.where(nonfinite, np.nan, by_sequence(sequences.stderr[name] for sequences in measured))
+        )
+    for name in ("estimated_sequences", "svd_sequences"):
+        values = np.where(nonfinite, np.nan, by_sequence(sequences.counted[name] for sequences in measured))
+        setattr(statistics, name, np.nansum(values, axis=0))
+    statistics.distances.add(by_sequence(sequences.distances for sequences in measured))
     if isinstance(site.operator, operators.SoftmaxMixing):
         sums = measures.logit_moments(site.operator, site.valid_tokens, site.valid_sources).sum_sequences()
         numbers = (sums.query, sums.key, sums.rows, sums.columns)
@@ -135,23 +125,23 @@ def measure_heads(
         statistics.heads_per_group = site.operator.heads_per_group
     _add_examples(statistics, measured, image_size(batch))
     if names is not None:
-        peaks = [columns for part in measured for columns in part.peaks]
+        peaks = [columns for sequences in measured for columns in sequences.peaks]
         statistics.examples.add_names(names.peaks(site, batch, peaks))
     return statistics
 
 
-def _over_windows(values: Floats, starts: np.ndarray, windows: Floats, *, skip_nan: bool) -> Floats:
-    """Return means over the windows of each sequence, without NaN values if ``skip_nan``, otherwise NaN.
+def _over_windows(values: Floats, real: NDArray[np.bool_], *, complete: bool) -> Floats:
+    """Return means (B, …) of values (B·W, …) over the W windows of each sequence, without NaN values.
 
-    `windows` is the number of windows per sequence that have tokens; the others are left out.
+    With ``complete``, a mean is NaN unless all windows with tokens have a value. ``real`` (B, W) is True for
+    windows with tokens.
     """
-    if len(starts) == len(values):
-        return values
-    known = ~np.isnan(values)
-    count = np.add.reduceat(known, starts, axis=0, dtype=np.float64)
-    mean = np.add.reduceat(np.where(known, values, 0.0), starts, axis=0) / np.maximum(count, 1)
-    least = np.maximum(1, 0 if skip_nan else windows).reshape(-1, *[1] * (values.ndim - 1))
-    return np.where(count < least, np.nan, mean)
+    values = values.reshape(*real.shape, *values.shape[1:])
+    finite = ~np.isnan(values)
+    count = finite.sum(1)
+    required = np.maximum(real.sum(1) if complete else 1, 1).reshape(-1, *[1] * (count.ndim - 1))
+    mean = np.where(finite, values, 0.0).sum(1) / np.maximum(count, 1)
+    return np.where(count < required, np.nan, mean)
 
 
 def _add_examples(
@@ -159,7 +149,7 @@ def _add_examples(
 ) -> None:
     examples = statistics.examples
     for batch in batches:
-        for tokens, masks in zip(batch.means["tokens"].tolist(), batch.masks, strict=False):
+        for tokens, masks in zip(batch.measures["tokens"].tolist(), batch.masks, strict=False):
             examples.see_lengths(tokens, [mask.name for mask in masks])
         for spectra in batch.spectra:
             examples.spectra = [old or new for old, new in zip(examples.spectra, spectra, strict=True)]
@@ -178,12 +168,12 @@ def _batches(site: CapturedMixer, delta: float, method: RankMethod) -> Iterator[
             index = slice(start, start + at_once)
             yield _measure(site, index, operator[index], delta, method)
         return
-    for at in range(sequences):  # one by one, because lengths without padding differ
-        rows, columns = site.valid_tokens[at], site.valid_sources[at]
+    for number in range(sequences):  # one by one, because lengths without padding differ
+        rows, columns = site.valid_tokens[number], site.valid_sources[number]
         if rows.any() and columns.any():
-            sequence = operator[at : at + 1]
-            sequence = sequence if whole else operators.IndexedMixing(sequence, rows, columns)
-            yield _measure(site, slice(at, at + 1), sequence, delta, method)
+            index = slice(number, number + 1)
+            sequence = operator[index] if whole else operators.IndexedMixing(operator[index], rows, columns)
+            yield _measure(site, index, sequence, delta, method)
         else:
             yield _without_tokens(heads)
 
@@ -203,52 +193,46 @@ def _measure(
     sequences, heads, tokens, sources = operator.shape
     estimated = is_estimated(operator, method)
     spectra: list[list[list[float]]] = []
-    fallback: Tensor | float = 0.0
-    formed, at = operator, (delta, *thresholds(delta))
+    used_svd: Tensor | float = 0.0
+    formed = operator
     if estimated:
-        ranks = measures.estimate_spectrum(operator, PROBES, STEPS, SEED).estimates(at)
+        ranks = measures.estimate_spectrum(operator, PROBES, STEPS, SEED).estimates([delta])
     else:
         formed, summary = _decomposed(operator, delta)
-        ranks, fallback = summary.estimates(at), summary.used_svd
+        ranks, used_svd = summary.estimates([delta]), summary.used_svd
         sigma = summary.singular_values
         kept = torch.linspace(0, sigma.shape[-1] - 1, min(SPECTRUM_POINTS, sigma.shape[-1])).round().long()
         spectra = _rounded(sigma[:1, :, kept.to(sigma.device)])
-    numerical, *band = ranks.numerical
-    mean, rate, memberships = _memberships(site, index)
-    values = measures.compute_measures({*FUNCTIONS.values(), "head_distance", "max_token_index"}, formed)
-
-    def full(value: Tensor | float | int) -> Floats:
-        if isinstance(value, Tensor):
-            return value.double().cpu().numpy()
-        return np.full((sequences, heads), float(value))
-
-    named = {
+    (numerical,) = ranks.numerical
+    estimates = {
         "numerical_rank": numerical,
         "scale_free_rank": ranks.relative,
         "effective_rank": ranks.effective,
         "stable_rank": ranks.stable,
         "sigma_max": ranks.sigma_max,
     }
-    found: dict[str, Any] = {"tokens": tokens, "sources": sources, "full_rank": min(tokens, sources)}
-    found |= {name: estimate.value for name, estimate in named.items()}
-    found |= {"membership": mean, "coding_rate": rate}
-    found |= {name: values[function] for name, function in FUNCTIONS.items()}
+    membership, rate, memberships = _memberships(site, index)
     masks = masks_of(operator)
-    unknown = np.full((sequences, heads, len(BAND)), np.nan)
-    references = {"random_rank": unknown, "uniform_rank": unknown}
+    values = measures.compute_measures({*FUNCTIONS.values(), "head_distance", "max_token_index"}, formed)
+    fields: dict[str, Any] = {
+        "tokens": tokens, "sources": sources, "full_rank": min(tokens, sources),
+        "rank_low": numerical.low, "rank_high": numerical.high, "membership": membership,
+        "variational_rate": rate,
+        **{name: estimate.value for name, estimate in estimates.items()},
+        **{name: values[function] for name, function in FUNCTIONS.items()},
+    }  # fmt: skip
     if mixer_kind(site.kind).rows_are_means:
-        found["one_hot_rank"], references = reference_ranks(operator, masks, delta)
-    bounds = {"numerical_rank": "value", "rank_low": "low", "rank_high": "high"}
-    counts = {
-        name: np.stack([full(getattr(rank, bound)) for rank in band], axis=-1)
-        for name, bound in bounds.items()
-    }
+        fields |= reference_ranks(operator, masks, delta)
+
+    def full(value: Tensor | float | int) -> Floats:
+        if isinstance(value, Tensor):
+            return value.double().cpu().numpy()
+        return np.full((sequences, heads), float(value))
+
     return HeadBatch(
-        means={name: full(found.get(name, math.nan)) for name in MEANS},
-        ranks=counts | references,
-        stderr={name: full(estimate.stderr) for name, estimate in named.items()},
-        estimated=full(float(estimated)),
-        fallbacks=full(fallback),
+        measures={name: full(fields.get(name, math.nan)) for name in (*MEANS, *RANKS)},
+        stderr={name: full(estimate.stderr) for name, estimate in estimates.items()},
+        counted={"estimated_sequences": full(estimated), "svd_sequences": full(used_svd)},
         distances=values["head_distance"].cpu().numpy(),
         masks=masks,
         spectra=spectra,
@@ -258,14 +242,12 @@ def _measure(
 
 
 def _decomposed(operator: MixingOperator, delta: float) -> tuple[MixingOperator, measures.RankSummary]:
-    """Return the operator, dense if all heads fit in `MATRIX_BYTES`, and its ranks at all thresholds."""
+    """Return the operator, dense if all heads fit in `MATRIX_BYTES`, and its ranks."""
     together = MATRIX_BYTES // _matrix_bytes(operator)
     if together >= math.prod(operator.shape[:2]):
         operator, together = operators.DenseMixing(_formed(operator)), operator.shape[1]
     parts = [
-        measures.rank_summary(
-            operator[:, start : start + max(1, together)], delta, also_at=thresholds(delta), relative=True
-        )
+        measures.rank_summary(operator[:, start : start + max(1, together)], delta, relative=True)
         for start in range(0, operator.shape[1], max(1, together))
     ]
     return operator, measures.RankSummary(
@@ -279,8 +261,9 @@ def _formed(operator: MixingOperator) -> Tensor:
         return operator.dense(torch.float64)
     matrices = torch.empty(operator.shape, dtype=torch.float64)
 
-    def form(at: int) -> None:
-        matrices[at : at + 1] = operator[at : at + 1].dense(torch.float64)
+    def form(number: int) -> None:
+        index = slice(number, number + 1)
+        matrices[index] = operator[index].dense(torch.float64)
 
     map_threads(form, range(operator.shape[0]))
     return matrices
@@ -309,12 +292,10 @@ def _rounded(numbers: Tensor) -> list[list[list[float]]]:
 
 def _without_tokens(heads: int) -> HeadBatch:
     unknown = np.full((1, heads), np.nan)
-    band = np.full((1, heads, len(BAND)), np.nan)
     return HeadBatch(
-        means=dict.fromkeys(MEANS, unknown), ranks=dict.fromkeys(RANKS, band),
-        stderr=dict.fromkeys(ERRORS, unknown), estimated=unknown, fallbacks=unknown,
-        distances=np.full((1, heads, heads), np.nan), masks=[], spectra=[], memberships=[],
-        peaks=[[-1] * heads],
+        measures=dict.fromkeys((*MEANS, *RANKS), unknown), stderr=dict.fromkeys(ERRORS, unknown),
+        counted=dict.fromkeys(COUNTS, unknown), distances=np.full((1, heads, heads), np.nan),
+        masks=[], spectra=[], memberships=[], peaks=[[-1] * heads],
     )  # fmt: skip
 
 
@@ -336,7 +317,8 @@ def measure_states(
         values["relative_update"] = measures.relative_update(before.tokens.to(tokens.device), tokens, mask)
     unknown = values["norm"].isnan().cpu()
     statistics = StateStatistics(state.stack, state.name, state.layer, tokens.shape[-1])
-    statistics.nonfinite = int((unknown & real.any(-1).cpu()).sum())  # not a sequence of nothing but padding
+    # a sequence of nothing but padding does not count
+    statistics.nonfinite_sequences = int((unknown & real.any(-1).cpu()).sum())
     for name in values:
         statistics.measures[name].add(values[name].cpu().masked_fill(unknown, torch.nan)[:, None].numpy())
     return statistics

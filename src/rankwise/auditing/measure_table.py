@@ -138,7 +138,7 @@ class Measure:
         if estimated and not math.isfinite(value) and self.shown_field(record) == "numerical_rank":
             ends = [
                 format_number(share(rank, record), self.digits)
-                for rank in (record.least_rank, record.most_rank)
+                for rank in (record.rank_low, record.rank_high)
             ]
             return MISSING if MISSING in ends else "–".join(ends)
         return f"{'≈' if estimated and math.isfinite(value) else ''}{format_number(value, self.digits)}"
@@ -201,7 +201,7 @@ class HeadMeasures(Record):
     )] = math.nan
     init_numerical_rank: Annotated[Number, HeadMeasure(
         title="Rank share at initialization", short="Initial rank share", symbol="rank at initialization",
-        formula="as numerical_rank, mean over copies of the model at initialization; NaN without baseline",
+        formula="as numerical_rank, mean over copies of the model at initialization; NaN if not requested",
         range=RANK, share=True, low="no direction", high="full rank", digits=2, cost="one audit per seed",
         known_only=True, console="initial\nshare", late=True, drawn=False,
         meaning="Numerical rank of the same head before training; relative rank if the matrix has signs.",
@@ -215,7 +215,7 @@ class HeadMeasures(Record):
     init_effective_rank: Annotated[Number, HeadMeasure(
         title="Effective rank at initialization", short="Initial effective rank",
         symbol="effective rank at initialization",
-        formula="as effective_rank, mean over copies of the model at initialization; NaN without baseline",
+        formula="as effective_rank, mean over copies of the model at initialization; NaN if not requested",
         range=DIRECTIONS, low="few directions", high="many directions", digits=1, cost="one audit per seed",
         known_only=True, console="initial\neffective", late=True, drawn=False,
         meaning="Effective rank of the same head before training.",
@@ -282,7 +282,7 @@ class HeadMeasures(Record):
         kinds=("diagonal",), drawn=False,
         meaning="Mean membership of tokens in the head. If it is 1/H in all heads, it shows no grouping.",
     )] = math.nan
-    coding_rate: Annotated[Number, HeadMeasure(
+    variational_rate: Annotated[Number, HeadMeasure(
         title="Coding rate", symbol="R_c^var", formula="½ (n_h/n) Σ_k log(1 + m_hk), for TSSA; else NaN",
         range=POSITIVE._replace(text="[0, ∞) nats"), low="each group is near few axes of its head",
         high="the groups fill their heads", digits=2, cost="O(T K)", console="R_c^var", summed=True,
@@ -351,8 +351,8 @@ def _rows(of: type[Record], kind: type[M]) -> tuple[M, ...]:
     """Return the rows of a table, with the names of fields filled in."""
     return tuple(
         replace(row, name=name)
-        for name, known in of.model_fields.items()
-        for row in known.metadata
+        for name, field in of.model_fields.items()
+        for row in field.metadata
         if isinstance(row, kind)
     )
 

@@ -20,7 +20,7 @@ from rankwise.errors import InputError, RecordError, did_you_mean
 if TYPE_CHECKING:
     from torch import nn
 
-    from rankwise._internals.forward import Batch
+    from rankwise._internals.batches import Batch
 
 LIBRARIES = ("torch", "transformers")
 """Libraries whose versions are recorded if the library is imported."""
@@ -34,12 +34,12 @@ SAME = ("model", "model_class", "revision", "parameters", "delta", "model_dtype"
 """Fields of `Provenance` that must be equal in audits to be merged."""
 JOINED = {"data": "; ", "command": " ; ", "device": ", "}
 """Separator by field, for text fields that are joined when audits are merged."""
-LATEST = ("method_asked", "created", "weights")
-SUMS = ("batches", "sequences", "audits", "seconds")
+LATEST = ("rank_method_asked", "created", "weights_digest")
+SUMS = ("batches", "sequences", "merged_audits", "seconds")
 SAME_MODEL = "Merge audits of the same model and settings only, each of other sequences."
 SAME_WEIGHTS = (
     "Merge audits of the same weights only. If some are in no checkpoint and drawn at each start, set a seed "
-    'before the model is built; if no head reads them, `rw.audit(…, provenance={"weights": ""})`.'
+    'before the model is built; if no head reads them, `rw.audit(…, provenance={"weights_digest": ""})`.'
 )
 
 
@@ -135,7 +135,7 @@ class DataDigest:
         """Update the digest with the names, shapes and values of the tensors in a batch."""
         import torch
 
-        from rankwise._internals.forward import tensors_of
+        from rankwise._internals.batches import tensors_of
 
         tensors = tensors_of(batch)
         self._known = bool(tensors) and self._known is not False
@@ -155,7 +155,9 @@ class DataDigest:
 
 def describe_method(heads: Sequence[HeadRecord]) -> str:
     """Return a description of how the ranks of an audit were computed: exact, estimated or both."""
-    sequences, estimated = (sum(getattr(head, name) for head in heads) for name in ("sequences", "estimated"))
+    sequences, estimated = (
+        sum(getattr(head, name) for head in heads) for name in ("sequences", "estimated_sequences")
+    )
     how = f"estimated with {PROBES} probes, {STEPS} steps, seed {SEED}" if estimated else "exact"
     mixed = f"{sequences - estimated} of {sequences} spectra exact, the others {how}"
     return mixed if 0 < estimated < sequences else how
@@ -165,14 +167,14 @@ def check_mergeable(abouts: Sequence[Provenance], names: Sequence[str]) -> None:
     """Raise `RecordError` if audits differ in model or settings, or if two audits have the same data."""
     for field in SAME:
         check_same(field, [getattr(about, field) for about in abouts])
-    check_same("weights", [about.weights for about in abouts if about.weights], SAME_WEIGHTS)
-    check_same("method_asked", [about.method_asked for about in abouts if about.method_asked])
-    estimates = (about.method.partition("estimated with")[2].strip() for about in abouts)
+    check_same("weights", [about.weights_digest for about in abouts if about.weights_digest], SAME_WEIGHTS)
+    check_same("rank_method_asked", [about.rank_method_asked for about in abouts if about.rank_method_asked])
+    estimates = (about.rank_method.partition("estimated with")[2].strip() for about in abouts)
     check_same("method of estimates", [estimate for estimate in estimates if estimate])
     holder: dict[str, int] = {}
     for number, about in enumerate(abouts):
-        for part in about.parts:
-            other = holder.setdefault(part, number)
+        for digest in about.data_digests:
+            other = holder.setdefault(digest, number)
             if other != number:
                 got = f"the same in {names[other]} and {names[number]}"
                 fix = "Leave one of them out, or merge the original audits, each once."
@@ -196,8 +198,8 @@ def joined(first: Provenance, second: Provenance) -> Provenance:
     libraries = _distinct(name for about in both for name in about.versions)
     versions = {name: _joined([about.versions.get(name, "") for about in both], ", ") for name in libraries}
     fields: dict[str, Any] = {
-        "advised": False, "sources": {}, "versions": versions,
-        "parts": sorted(part for about in both for part in about.parts),
+        "skips_examined": False, "file_digests": {}, "versions": versions,
+        "data_digests": sorted(digest for about in both for digest in about.data_digests),
     }  # fmt: skip
     for name in ("notes", "random_weights"):
         fields[name] = list(dict.fromkeys(item for about in both for item in getattr(about, name)))
@@ -222,7 +224,7 @@ def joined_uncaptured(
 
 def _joined(texts: Sequence[str], by: str) -> str:
     """Join the distinct parts of texts; texts of merged audits already consist of parts joined by ``by``."""
-    return by.join(_distinct(part for text in texts for part in text.split(by)))
+    return by.join(_distinct(text_part for text in texts for text_part in text.split(by)))
 
 
 def _distinct(values: Iterable[str]) -> list[str]:

@@ -13,19 +13,12 @@ from pydantic import Field, model_validator
 from rankwise._internals.records import Address as Address
 from rankwise._internals.records import Count, Number, Record, Size, format_number
 from rankwise._internals.records import UncapturedModule as UncapturedModule
-from rankwise.auditing.measure_table import REFERENCES, HeadMeasures, StateMeasures
+from rankwise.auditing.measure_table import HeadMeasures, StateMeasures
 from rankwise.errors import strip_control
 from rankwise.importance.records import HeadImportance
 
 SCHEMA_VERSION = 4
 """Version of the file format, incremented if a field changes; `Audit.load` refuses other versions."""
-
-BAND = (10**-0.5, 10**-0.25, 1.0, 10**0.25, 10**0.5)
-"""Band of thresholds at which ranks are counted, as multiples of δ: one decade, from δ/√10 to √10 δ.
-
-The choice δ = 0.01 is a convention, so no statement may depend on it. A wider band would include thresholds
-at which rank carries no information: with T = 512 tokens and head dim K = 32, random queries and keys have
-rank 0.996 T at δ = 1e-4 and 0.07 T at δ = 1e-1. Neighboring thresholds differ by a factor of at most 1.8."""
 
 Severity = Literal["info", "warning", "error"]
 SEVERITIES: dict[Severity, tuple[str, str]] = {
@@ -34,7 +27,7 @@ SEVERITIES: dict[Severity, tuple[str, str]] = {
     "info": ("note", "notes"),
 }
 """Severities of findings, the most severe first, with their names in singular and plural."""
-SEVERITY_ORDER = {severity: at for at, severity in enumerate(SEVERITIES)}
+SEVERITY_ORDER = {severity: order for order, severity in enumerate(SEVERITIES)}
 PEAK_MASS = 0.5
 """Smallest mean attention weight at which a token is named as the peak: no other token has more weight. If
 each row attends to the previous token, the largest mean weight is only about 1/S."""
@@ -42,54 +35,7 @@ MAP_SIDE = 128
 """Maximum number of rows and of columns of an attention map."""
 
 
-def thresholds(delta: float) -> tuple[float, ...]:
-    """Return the five thresholds of the band around δ; the third is δ itself."""
-    return tuple(delta * factor for factor in BAND)
-
-
-class RankAt(Record):
-    """Rank of a head and reference ranks (of uninformed heads) at one threshold: means over sequences."""
-
-    delta: Annotated[float, Field(gt=0, allow_inf_nan=False)]
-    numerical_rank: Number
-    """Number of singular values of at least δ; NaN if an estimate yields only the interval below."""
-    rank_low: Number
-    rank_high: Number
-    one_hot_rank: Number
-    random_rank: Number
-    uniform_rank: Number
-
-    @property
-    def references(self) -> dict[str, float]:
-        """Reference ranks that are not NaN, by field name."""
-        named = {name: getattr(self, name) for name in REFERENCES}
-        return {name: rank for name, rank in named.items() if not math.isnan(rank)}
-
-
-class BaselineAt(Record):
-    """Rank of a head at initialization at one threshold, and its difference to the rank in the model.
-
-    Each difference is of one sequence and one seed, which cancels effects of sequence length and content.
-    """
-
-    delta: Annotated[float, Field(gt=0, allow_inf_nan=False)]
-    rank_low: Number
-    """Lower bound of the rank, mean over seeds and sequences; equal to ``rank_high`` if ranks are exact."""
-    rank_high: Number
-    seed_std: Number
-    """Standard deviation over seeds, computed from the mean over sequences of each seed; NaN for one seed."""
-    difference_low: Number
-    """Lower bound of the mean difference: lower rank of the model minus upper rank at initialization."""
-    difference_high: Number
-    """Upper bound of the mean difference."""
-    margin: Number
-    """t·s: s is the standard deviation of the differences over all pairs (sequence, seed), t the 97.5 %
-    quantile of Student's t distribution. About 95 % of pairs differ from the mean by less than the margin.
-    NaN for fewer than three pairs or two seeds."""
-    pairs: Count
-
-
-class Baseline(Record):
+class AtInit(Record):
     """Measures of the same head or layer in untrained copies of the model, on the same data."""
 
     seeds: Count
@@ -100,18 +46,11 @@ class Baseline(Record):
     """Standard deviation of each measure over seeds; NaN for one seed."""
     std: dict[str, Number]
     """Standard deviation of each measure over sequences, averaged over seeds."""
-    band: list[BaselineAt] = Field(default_factory=list)
-    """For heads: comparison at each threshold of the head's ``band``; empty for layers."""
     spectrum: list[Number] = Field(default_factory=list)
     """For heads: singular values of the first sequence, averaged over seeds; see `HeadRecord.spectrum`."""
 
-    @property
-    def judged(self) -> bool:
-        """True if all margins are known, so that a head can be reported as above or below its baseline."""
-        return bool(self.band) and all(math.isfinite(point.margin) for point in self.band)
 
-
-class BaselineRecord(Record):
+class InitialModels(Record):
     """Seeds and method with which an audit built copies of the model at initialization."""
 
     seeds: list[Count]
@@ -182,17 +121,17 @@ class AttentionMap(Record):
 
 
 class MergeData(Record):
-    """Data of a head that `Audit.merge` needs in addition to the means in the record; not in older files."""
+    """Data of a head that `Audit.merge` needs in addition to the means in the record."""
 
-    longest: Count
+    longest: Count = 0
     """Number of tokens of the longest sequence, from which the head's mask is taken."""
-    distances: list[Number]
+    distances: list[Number] = Field(default_factory=list)
     """Mean distance from this head to each head of the mixer, in head order; NaN for the head itself."""
-    pairs: list[Count]
+    pairs: list[Count] = Field(default_factory=list)
     """Number of sequences averaged in each distance."""
-    named: Count
+    named: Count = 0
     """Number of sequences in which the most attended token has a name."""
-    names: list[dict[str, Count]]
+    names: list[dict[str, Count]] = Field(default_factory=list)
     """Number of sequences by token name, for each kind of name: the 16 most frequent names."""
 
 
@@ -214,12 +153,12 @@ class HeadOrigin(Record):
     cross: bool = False
     sequences: Count
     """Number of sequences with tokens and a finite operator; means are over these sequences."""
-    nonfinite: Count = 0
+    nonfinite_sequences: Count = 0
     """Number of sequences whose operator contains NaN or infinity; they are excluded from all means."""
-    estimated: Count = 0
+    estimated_sequences: Count = 0
     """Number of sequences whose ranks were estimated without forming the matrix; the others are exact."""
-    fallbacks: Count = 0
-    """Number of sequences that needed an SVD: a singular value was too close to a threshold."""
+    svd_sequences: Count = 0
+    """Number of sequences whose exact rank required an SVD, because a singular value is very close to δ."""
     tokens: Size
     """Number of rows T without padding, mean over sequences."""
     sources: Size
@@ -244,9 +183,9 @@ class HeadRecord(HeadMeasures, HeadOrigin):
     without padded rows and columns.
     """
 
-    rank_low: Number = math.nan
+    rank_low: Number
     """Mean lower end of the 95 % interval of the numerical rank; equal to the rank if the rank is exact."""
-    rank_high: Number = math.nan
+    rank_high: Number
     """Mean upper end of the 95 % interval of the numerical rank."""
     one_hot_rank: Number
     """Expected rank of one-hot rows under the same mask: each row selects one allowed column at random. NaN
@@ -259,9 +198,6 @@ class HeadRecord(HeadMeasures, HeadOrigin):
     uniform_rank: Number = math.nan
     """Numerical rank of equal weights on all columns that the mask allows (attention that ignores the
     tokens). NaN for masks that `rankwise.theory` does not cover, and for windows above 4,096 tokens."""
-    band: list[RankAt] = Field(default_factory=list)
-    """Ranks at five thresholds from δ/√10 to √10 δ. A statement that holds at all five thresholds does not
-    depend on the choice of δ. Empty in records of version 1."""
     membership_map: list[Number] = Field(default_factory=list)
     """For TSSA: membership Π (weight in the head) of the first 1,024 tokens of the first sequence."""
     membership_grid: tuple[Count, Count] | None = None
@@ -288,9 +224,9 @@ class HeadRecord(HeadMeasures, HeadOrigin):
     """At most 64 singular values of the first sequence, evenly spaced by index; empty for estimated ranks."""
     importance: HeadImportance | None = None
     """Change of the loss if the head is removed; None if importance was not requested."""
-    baseline: Baseline | None = None
+    at_init: AtInit | None = None
     """Measures of the same head at initialization, on the same data; None if not requested."""
-    merging: MergeData | None = None
+    merging: MergeData = MergeData()
 
     def __repr__(self) -> str:
         ranks = f"numerical rank {format_number(self.numerical_rank)} of {format_number(self.full_rank)}"
@@ -312,23 +248,6 @@ class HeadRecord(HeadMeasures, HeadOrigin):
         """``max_token`` if its mean weight is at least `PEAK_MASS` (one half); an empty string otherwise."""
         return self.max_token if self.max_token_mass >= PEAK_MASS else ""
 
-    @property
-    def least_rank(self) -> float:
-        """Lower bound of the numerical rank: ``rank_low``, or the rank itself without an interval."""
-        return self.numerical_rank if math.isnan(self.rank_low) else self.rank_low
-
-    @property
-    def most_rank(self) -> float:
-        """Upper bound of the numerical rank: ``rank_high``, or the rank itself without an interval."""
-        return self.numerical_rank if math.isnan(self.rank_high) else self.rank_high
-
-    @property
-    def middle_rank(self) -> float:
-        """Numerical rank, or the middle of its interval if an estimate only bounds it."""
-        return (
-            (self.least_rank + self.most_rank) / 2 if math.isnan(self.numerical_rank) else self.numerical_rank
-        )
-
 
 class StateOrigin(Record):
     """Address of token states in a stack of blocks, and the sequences on which they were measured."""
@@ -339,7 +258,8 @@ class StateOrigin(Record):
     blocks: Count
     """Number of blocks of the stack that the states have passed; 0 for the input of the first block."""
     sequences: Count
-    nonfinite: Count = 0
+    nonfinite_sequences: Count = 0
+    """Number of sequences whose states contain NaN or infinity; they are excluded from all means."""
     tokens: Number
     """Number of tokens T without padding, mean over sequences."""
     hidden_size: Count
@@ -363,7 +283,7 @@ class StateRecord(StateMeasures, StateOrigin):
     """Standard deviation over sequences, by name of the measure."""
     counts: dict[str, Count] = Field(default_factory=dict)
     """Number of sequences in the mean, for measures that may be undefined although all values are finite."""
-    baseline: Baseline | None = None
+    at_init: AtInit | None = None
     """Measures of the same states at initialization, on the same data; None if not requested."""
 
     def __repr__(self) -> str:
@@ -449,32 +369,32 @@ class Provenance(Record):
     delta: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     model_dtype: str = ""
     measure_dtype: str = "float64"
-    method: str = "exact"
-    method_asked: str = ""
-    """Requested method of computing ranks: ``exact``, ``estimate`` or ``auto``; empty in older files."""
+    rank_method: str = "exact"
+    rank_method_asked: str = ""
+    """Requested method of computing ranks: ``exact``, ``estimate`` or ``auto``."""
     device: str = ""
     batches: Count = 0
     sequences: Count = 0
-    audits: Annotated[int, Field(ge=1)] = 1
+    merged_audits: Annotated[int, Field(ge=1)] = 1
     """Number of audits that were merged into this audit; 1 if none were merged."""
-    parts: list[str] = Field(default_factory=list)
+    data_digests: list[str] = Field(default_factory=list)
     """Digest of the data of this audit, or of each audit that was merged into it."""
-    weights: str = ""
+    weights_digest: str = ""
     """Digest of the weights of the model; empty if the weights cannot be read."""
     random_weights: list[str] = Field(default_factory=list)
     """Names of weights in blocks and embeddings that are not in the checkpoint, and therefore random."""
-    sources: dict[str, str] = Field(default_factory=dict)
+    file_digests: dict[str, str] = Field(default_factory=dict)
     """Digests of the local files that an audit among several models read, by option."""
     seconds: Number = math.nan
-    """Time of all measurements, without loading the model; merged audits add up. NaN in older files."""
+    """Time of all measurements, without loading the model; merged audits add up."""
     created: str = ""
     """Date and time at the end of the audit: UTC, ISO 8601."""
     command: str = ""
     arguments: list[Annotated[list[str], Field(min_length=1)]] = Field(default_factory=list)
     """Arguments of ``rankwise audit``, which commands of remedies repeat: [model], then [option, value] or
-    [flag]. Empty if Python code made the audit, and in older files."""
+    [flag]. Empty if Python code made the audit."""
     versions: dict[str, str] = Field(default_factory=dict)
-    advised: bool = False
+    skips_examined: bool = False
     """True if `rankwise.skips.recommend` has examined the skip connections."""
     notes: list[str] = Field(default_factory=list)
     """Circumstances that affect the numbers, such as active dropout or a compiled model run uncompiled."""

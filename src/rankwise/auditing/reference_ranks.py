@@ -1,16 +1,13 @@
-"""Find the mask of each head, and compute reference ranks under it: hardmax, random, uniform attention."""
+"""Find the mask of each head; compute reference ranks under it: one-hot, random and equal attention."""
 
 import math
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-import numpy as np
 import torch
 from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
 
-from rankwise._internals.statistics import Floats
-from rankwise.auditing.records import BAND, thresholds
 from rankwise.operators import IndexedMixing, MixingOperator, SoftmaxMixing
 from rankwise.theory import random_head_rank, rank_barrier_of_rows, uniform_rank
 
@@ -40,22 +37,21 @@ class Reach(NamedTuple):
 
 def reference_ranks(
     operator: MixingOperator, masks: list[list[Mask]], delta: float
-) -> tuple[Float64[Tensor, "B H"], dict[str, Floats]]:
-    """Return the hardmax ranks at δ, and the random and uniform ranks (B, H, 5) at the five δ of the band.
+) -> dict[str, Float64[Tensor, "B H"]]:
+    """Return the ranks of uninformed heads of the same size (T, S) under the same mask, by name of the field.
 
-    They are ranks of uninformed heads of the same size (T, S) under the same mask; NaN if unknown.
+    A rank is NaN if it is unknown.
     """
     tokens, sources = operator.shape[-2:]
     inner = operator.operator if isinstance(operator, IndexedMixing) else operator
     width, scale = (inner.query.shape[-1], inner.scale) if isinstance(inner, SoftmaxMixing) else (None, None)
-    hardmax = one_hot_rank(operator) if delta <= 1 else torch.full(operator.shape[:2], torch.nan).double()
-    known = {
-        mask: [_random_and_uniform(tokens, sources, mask, width, scale, at) for at in thresholds(delta)]
+    one_hot = one_hot_rank(operator) if delta <= 1 else torch.full(operator.shape[:2], torch.nan).double()
+    by_mask = {
+        mask: _random_and_uniform(tokens, sources, mask, width, scale, delta)
         for mask in {mask for heads in masks for mask in heads}
     }
-    ranks = np.array([[known[mask] for mask in heads] for heads in masks], dtype=np.float64)
-    ranks = ranks.reshape(*operator.shape[:2], len(BAND), 2)
-    return hardmax, {"random_rank": ranks[..., 0], "uniform_rank": ranks[..., 1]}
+    ranks = torch.tensor([[by_mask[mask] for mask in heads] for heads in masks], dtype=torch.float64)
+    return {"one_hot_rank": one_hot, "random_rank": ranks[..., 0], "uniform_rank": ranks[..., 1]}
 
 
 def one_hot_rank(operator: MixingOperator) -> Float64[Tensor, "*batch"]:
@@ -91,10 +87,10 @@ def masks_of(operator: MixingOperator) -> list[list[Mask]]:
         blocks.append((first, torch.where(block, column, -1).amax(-1), block.sum(-1)))
     most = max(reach[0].shape[1] for reach in blocks)
     first, last, count = (
-        torch.cat([part.expand(-1, most, -1) for part in parts], -1).cpu()
-        for parts in zip(*blocks, strict=True)
+        torch.cat([columns.expand(-1, most, -1) for columns in rows], -1).cpu()
+        for rows in zip(*blocks, strict=True)
     )
-    reaches = [[*zip(*parts, strict=True)] for parts in zip(first, last, count, strict=True)]
+    reaches = [[*zip(*columns, strict=True)] for columns in zip(first, last, count, strict=True)]
     return [[mask_of(Reach(*reach, sources)) for reach in row] * (heads // most) for row in reaches]
 
 

@@ -8,24 +8,24 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
+from rankwise._internals import report_package
 from rankwise._internals.files import write_file
-from rankwise._internals.lazy import report_package
 from rankwise._internals.records import Address, SavedRecord
-from rankwise.auditing.baseline import head_baselines, layer_baselines
+from rankwise.auditing.at_init import heads_at_init, states_at_init
 from rankwise.auditing.findings import diagnose
-from rankwise.auditing.frames import Records, csv_text, data_frame, table
 from rankwise.auditing.provenance import check_mergeable, check_same, describe_method
 from rankwise.auditing.records import (
     SCHEMA_VERSION,
-    BaselineRecord,
     Finding,
     HeadRecord,
+    InitialModels,
     Provenance,
     StateRecord,
     UncapturedModule,
     Verdict,
 )
 from rankwise.auditing.statistics import AuditStatistics
+from rankwise.auditing.tables import Records, csv_text, data_frame, table
 from rankwise.auditing.verdict import verdict_of
 from rankwise.errors import InputError, instance_of, strip_control
 from rankwise.importance.records import ImportanceRecord
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import pandas as pd
     import plotly.graph_objects as go
 
-NO_BASELINE = "baseline left out: differences from initialization, sequence by sequence, cannot be merged"
+NOT_AT_INIT = "measures at initialization left out: audits do not hold the statistics of each copy"
 NO_WIDTH = "required width left out: it rests on second moments of all sequences, which audits do not hold"
 ADVISED = "examine the skip connections again: rw.skips.recommend(audit, model, batch)"
 LOAD = "Read a saved audit with `rw.Audit.load(path)`."
@@ -58,8 +58,8 @@ class Audit(SavedRecord):
     """Tokens of the sequences with attention maps, by name of the model input."""
     importance: ImportanceRecord | None = None
     """Loss of the model, how costs of removal were measured, and which heads can be removed together."""
-    baseline: BaselineRecord | None = None
-    """How the copies at initialization were made; None if no baseline was requested."""
+    at_init: InitialModels | None = None
+    """How the copies at initialization were made; None if they were not requested."""
 
     @classmethod
     def merge(cls, audits: "Sequence[Audit]", names: Sequence[str] = ()) -> "Audit":
@@ -68,16 +68,16 @@ class Audit(SavedRecord):
         Up to rounding, means, standard deviations, counts and nearest heads equal the values of one audit
         over all sequences. Findings are recomputed. Values of single sequences (spectra, membership maps,
         attention maps) come from the first audit that has them. Importance is the mean over all tokens. The
-        set of removable heads and the baseline are omitted, because they need runs over all the data. Notes
+        set of removable heads and measures at initialization are omitted. Notes
         in the merged audit list the omitted parts.
 
-        Merging in several steps returns the same result as merging at once. Audits in older files without
-        merge data yield no nearest heads and no names of tokens. Each audit stores only its 16 most
-        frequent token names, so counts of rarer names may be missing. Cost: linear in the number of records.
+        Merging in several steps returns the same result as merging at once. Each audit stores only its 16
+        most frequent token names, so counts of rarer names may be missing.
+        Cost: linear in the number of records.
 
         An error is raised if sequences would be counted twice: if an audit is passed twice, alone or as part
         of a merged audit, or if two audits have the same batches. The same sequences in different batches are
-        not detected. Equal weights are recognized by 64 entries per weight tensor. Older files without
+        not detected. Equal weights are recognized by 64 entries per weight tensor. Audits without
         digests are not checked.
 
         Args:
@@ -97,7 +97,7 @@ class Audit(SavedRecord):
             >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
             >>> shards = [rw.audit(layer, [torch.randn(2, 5, 8)]) for _ in range(3)]
             >>> merged = rw.Audit.merge(shards)
-            >>> merged.provenance.sequences, merged.provenance.audits
+            >>> merged.provenance.sequences, merged.provenance.merged_audits
             (6, 3)
         """
         audits, fix = [audits] if isinstance(audits, Audit) else list(audits), "Pass a list of audits."
@@ -116,9 +116,9 @@ class Audit(SavedRecord):
         for other in others:
             whole.merge_audit(other)
         for note, lost in (
-            (NO_BASELINE, any(audit.baseline for audit in audits)),
+            (NOT_AT_INIT, any(audit.at_init for audit in audits)),
             (NO_WIDTH, any(head.required_head_dim >= 0 for audit in audits for head in audit.heads)),
-            (ADVISED, any(audit.provenance.advised for audit in audits)),
+            (ADVISED, any(audit.provenance.skips_examined for audit in audits)),
         ):
             if lost:
                 whole.note(note)
@@ -126,32 +126,32 @@ class Audit(SavedRecord):
 
     @classmethod
     def from_statistics(cls, statistics: AuditStatistics) -> "Audit":
-        """Return the audit with records, baselines and findings computed from statistics."""
+        """Return the audit with records and findings computed from statistics."""
         about, measured = statistics.provenance, statistics.importance
-        known: dict[Address, dict[str, Any]] = defaultdict(dict)
-        for at, head in (measured.heads if measured is not None else {}).items():
-            known[at] |= {"importance": head, "removal_cost": head.cost}
+        fields_of_heads: dict[Address, dict[str, Any]] = defaultdict(dict)
+        for address, head in (measured.heads if measured is not None else {}).items():
+            fields_of_heads[address] |= {"importance": head, "removal_cost": head.cost}
         copies = list(statistics.copies.values())
-        for at, fields in (head_baselines(statistics, copies, about.delta) if copies else {}).items():
-            known[at] |= fields
-        heads = statistics.head_records(about.delta, known, about.audits)
-        baselines = layer_baselines(statistics, copies)
+        for address, fields in (heads_at_init(statistics, copies) if copies else {}).items():
+            fields_of_heads[address] |= fields
+        heads = statistics.head_records(fields_of_heads, about.merged_audits)
+        initial = states_at_init(copies)
         states = [
-            record.model_copy(update={"baseline": baselines.get((record.stack, record.blocks))})
-            for record in (states.to_record() for states in statistics.states.values())
+            states.to_record().model_copy(update={"at_init": initial.get(address)})
+            for address, states in statistics.states.items()
         ]
         importance = None if measured is None else measured.record
-        made = BaselineRecord(seeds=list(statistics.copies), built=statistics.built)
+        made = InitialModels(seeds=list(statistics.copies), built=statistics.built)
         return cls(
             complete=statistics.complete,
-            provenance=about.model_copy(update={"method": describe_method(heads)}),
+            provenance=about.model_copy(update={"rank_method": describe_method(heads)}),
             heads=heads,
             states=states,
             findings=diagnose(heads, states, statistics.uncaptured, importance, about),
             uncaptured=statistics.uncaptured,
             texts=statistics.texts,
             importance=importance,
-            baseline=made if copies else None,
+            at_init=made if copies else None,
         )
 
     def to_frame(self, records: Records = "heads") -> "pd.DataFrame":
@@ -190,15 +190,15 @@ class Audit(SavedRecord):
         subject = ", ".join(f"{name} {value!r}" for name, value in asked.items() if value is not None)
         left = self.heads
         for name in ("stack", "layer", "site", "head"):
-            known = dict.fromkeys(getattr(record, name) for record in left)
+            values = dict.fromkeys(getattr(record, name) for record in left)
             if asked[name] is not None:
                 left = [record for record in left if getattr(record, name) == asked[name]]
             if not left:
                 got = f"no {name} {asked[name]!r}"
-                raise InputError(subject, expected="a head of this audit", got=got, fix=_known(list(known)))
+                raise InputError(subject, expected="a head of this audit", got=got, fix=_known(list(values)))
         if len(left) > 1:
             names = {by: [*dict.fromkeys(getattr(record, by) for record in left)] for by in ("stack", "site")}
-            by = next((by for by, found in names.items() if len(found) > 1), "")
+            by = next((by for by, names_of_heads in names.items() if len(names_of_heads) > 1), "")
             listed = ", ".join(f"{by}={name!r}" for name in names.get(by, [])[:_MOST_NAMES])
             fix = f"Say which: {listed}." if by else "Its module runs several times: filter `audit.heads`."
             raise InputError(subject, expected="one head", got=f"{len(left)}", fix=fix)
@@ -267,9 +267,9 @@ def _check_mergeable(audits: Sequence[Audit], names: Sequence[str]) -> None:
         check_same(field, values, subject=subject)
 
 
-def _known(known: list[int] | list[str]) -> str:
-    if not known:
+def _known(values: list[int] | list[str]) -> str:
+    if not values:
         return "It has no heads: no mixing operator was captured."
-    if isinstance(known[0], int) and len(known) > _MOST_NAMES:
-        return f"It has {len(known)} of them, {min(known)} to {max(known)}."
-    return f"Known: {', '.join(map(repr, known[:_MOST_NAMES]))}{' …' if len(known) > _MOST_NAMES else ''}."
+    if isinstance(values[0], int) and len(values) > _MOST_NAMES:
+        return f"It has {len(values)} of them, {min(values)} to {max(values)}."
+    return f"Known: {', '.join(map(repr, values[:_MOST_NAMES]))}{' …' if len(values) > _MOST_NAMES else ''}."

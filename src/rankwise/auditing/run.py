@@ -9,17 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rankwise._internals.forward import (
-    Batch,
-    batch_size,
-    device_of,
-    drop_unused_labels,
-    fresh_autocast_cache,
-    preserve_random_state,
-    run_model,
-    tensors_of,
-    to_device,
-)
+from rankwise._internals.batches import Batch, batch_size, drop_unused_labels, tensors_of, to_device
+from rankwise._internals.forward import device_of, fresh_autocast_cache, preserve_random_state, run_model
 from rankwise._internals.threads import one_thread
 from rankwise._internals.torch_private import outside_transforms, uncompiled
 from rankwise.auditing.attention_maps import AttentionMapRecorder, NoSuchHeadsError, only_flagged
@@ -31,11 +22,10 @@ from rankwise.auditing.measure import measure_heads, measure_states, sampled
 from rankwise.auditing.provenance import DataDigest, provenance_of, weights_digest
 from rankwise.auditing.records import Provenance
 from rankwise.auditing.result import Audit
-from rankwise.auditing.settings import AuditSettings, BaselineOption, MapOption, Progress, RankMethod
+from rankwise.auditing.settings import AtInitOption, AuditSettings, MapOption, Progress, RankMethod
 from rankwise.auditing.statistics import AuditStatistics, ModelStatistics
 from rankwise.errors import CaptureError, InputError, RankwiseError
-from rankwise.importance import Importance, ImportanceSettings
-from rankwise.importance import measure as measure_importance
+from rankwise.importance import Importance, ImportanceSettings, measure_importance
 from rankwise.importance.settings import ImportanceOption
 from rankwise.measures import DELTA
 from rankwise.tracing import CapturedMixer, CapturedState, OperatorFunction, Trace, capture, compiled_modules
@@ -71,7 +61,7 @@ def audit(
     attention_maps: MapOption | None = None,
     importance: ImportanceOption = False,
     loss: bool = False,
-    baseline: BaselineOption = False,
+    at_init: AtInitOption = False,
     provenance: Mapping[str, Any] | None = None,
     on_progress: Progress | None = None,
 ) -> Audit:
@@ -90,7 +80,7 @@ def audit(
         model: any `torch.nn.Module`.
         batches: dicts (``model(**batch)``), tuples (``model(*batch)``) or tensors (``model(batch)``), such as
             a DataLoader. Labels that the model does not accept are left out. Batches are kept in memory only
-            if ``importance`` or ``baseline`` runs them again.
+            if ``importance`` or ``at_init`` runs them again.
         delta: threshold δ: the numerical rank counts singular values above δ.
         texts: strings to use instead of batches; each becomes one sequence, padded on the right.
         tokenizer: tokenizer of ``texts``, such as one of transformers. It also names tokens in findings and
@@ -108,22 +98,22 @@ def audit(
             True estimates the losses from gradients; "exact" also removes heads one by one;
             `rankwise.importance.ImportanceSettings` has more options, such as the loss.
         loss: also measure the loss of the model, as ``audit.importance.value``: one more forward pass.
-        baseline: audit copies of the model at initialization on the same batches, one at a time. True for
+        at_init: audit copies of the model at initialization on the same batches, one at a time. True for
             three seeds, a number of seeds, or a function that builds the model from a seed (if
             `reinitialized` cannot). Each copy costs one audit and the memory of the model.
         provenance: fields of `Provenance` to record: model, revision, data, command.
         on_progress: called with the number of finished batches and a name after each measured site.
 
-    After Ctrl-C the audit has all finished measurements: batches, or layers of the first batch; seeds of the
-    baseline; and removals of importance. Its ``complete`` is False.
+    After Ctrl-C the audit has all finished measurements: batches, or layers of the first batch; seeds at
+    initialization; and removals of importance. Its ``complete`` is False.
 
     Raises:
-        AuditError: if the model or a batch fails, or importance or the baseline cannot be measured; its
+        AuditError: if the model or a batch fails, or importance or ``at_init`` cannot be measured; its
             ``audit`` contains the finished measurements.
         CaptureError: if no mixing operator is found.
         InputError: if an option is wrong, there are no batches or both batches and texts, or (after the first
             batch) the model has none of the heads in ``attention_maps``.
-        InitializationError: before anything is measured, if a baseline is requested and the model cannot be
+        InitializationError: before anything is measured, if ``at_init`` is requested and the model cannot be
             built at initialization.
 
     Examples:
@@ -135,7 +125,7 @@ def audit(
     """
     settings = AuditSettings.of(
         delta=delta, tokenizer=tokenizer, rank_method=rank_method, sites=sites, blocks=blocks,
-        attention_maps=attention_maps, importance=importance, loss=loss, baseline=baseline,
+        attention_maps=attention_maps, importance=importance, loss=loss, at_init=at_init,
         provenance=provenance, on_progress=on_progress,
     )  # fmt: skip
     notes: list[str] = []
@@ -148,13 +138,10 @@ def audit(
 
 
 class Run:
-    """Audit in progress, of a model or (``is_copy``) of a copy of the model at initialization."""
+    """Audit in progress, of a model or of a copy of the model at initialization."""
 
-    def __init__(
-        self, model: nn.Module, settings: AuditSettings, notes: Sequence[str] = (), *, is_copy: bool = False
-    ) -> None:
+    def __init__(self, model: nn.Module, settings: AuditSettings, notes: Sequence[str] = ()) -> None:
         self.model, self.settings, self.started = model, settings, perf_counter()
-        self.each_sequence = is_copy or settings.baseline is not None
         self.names = TokenNames(settings.tokenizer)
         self.maps = None if settings.maps is None else AttentionMapRecorder(settings.maps, self.names)
         self.where: dict[str, Any] = {"sites": settings.sites, "blocks": settings.blocks}
@@ -179,9 +166,9 @@ class Run:
 
     def run(self, batches: Iterable[Batch]) -> None:
         """Audit all batches; then audit copies at initialization and measure importance, if requested."""
-        baseline, importance = self.settings.baseline, self.settings.importance
+        at_init, importance = self.settings.at_init, self.settings.importance
         # Build the first copy before measuring: a model that cannot be built at initialization fails early.
-        copies = None if baseline is None else InitialCopies(self.model, baseline)
+        copies = None if at_init is None else InitialCopies(self.model, at_init)
         if copies is not None or importance is not None:
             batches = list(batches)
         with sharded_again(self.model), fresh_autocast_cache(), ExitStack() as stack:
@@ -205,7 +192,7 @@ class Run:
                     raise
                 raise self._failed(described, kept) from error
             if copies is not None and self.complete:
-                self._measure_baseline(batches, copies)
+                self._measure_at_init(batches, copies)
             if importance is not None and self.complete:
                 self._measure_importance(batches, importance)
 
@@ -235,14 +222,14 @@ class Run:
                 self.measured_in_part[f"{len(heads)} of the {every} channels of {site.kind} mixers"] = None
             statistics = measure_heads(
                 site, heads, self.settings.delta, self.settings.rank_method,
-                names=self.names, batch=self._batch, each_sequence=self.each_sequence,
+                names=self.names, batch=self._batch,
             )  # fmt: skip
             if self.maps is not None:
-                known = self.statistics.heads.get(statistics.mixer)
-                before = 0 if known is None else max(map(len, known.examples.attention_maps))
+                earlier = self.statistics.heads.get(statistics.mixer)
+                before = 0 if earlier is None else max(map(len, earlier.examples.attention_maps))
                 for maps in self.maps.record(site, heads, self._batch, before):
-                    for place, one in maps.items():
-                        statistics.examples.attention_maps[place].append(one)
+                    for place, attention_map in maps.items():
+                        statistics.examples.attention_maps[place].append(attention_map)
             self.batch_statistics.add_heads(statistics)
         self._on_progress(self.batches, site.name)
 
@@ -269,14 +256,14 @@ class Run:
             self._take_batch()
         return bool(self.statistics.heads)
 
-    def _measure_baseline(self, batches: Iterable[Batch], copies: InitialCopies) -> None:
+    def _measure_at_init(self, batches: Iterable[Batch], copies: InitialCopies) -> None:
         self.built = copies.built
         try:
             with preserve_random_state(self.model):
                 for seed, model in copies:
                     torch.manual_seed(seed)  # dropout draws random numbers in training mode
                     name = f"seed {seed} of {len(copies)} at initialization"
-                    run = Run(model, self._for_copy(name), is_copy=True)
+                    run = Run(model, self._for_copy(name))
                     run.run(batches)
                     if not run.complete:
                         raise KeyboardInterrupt
@@ -284,20 +271,24 @@ class Run:
                     del run, model  # release the copy before the next one is built
         except KeyboardInterrupt:
             self.complete = False
-            self.notes.append(f"baseline of {len(self.copies)} seeds only: interrupted from the keyboard")
+            self.notes.append(
+                f"{len(self.copies)} seeds at initialization only: interrupted from the keyboard"
+            )
         except Exception as error:
-            raise self._step_failed(error, "baseline", "an audit at initialization") from error
+            raise self._step_failed(error, "at_init", "an audit at initialization") from error
 
     def _for_copy(self, name: str) -> AuditSettings:
         """Return the settings for auditing a copy, without steps that only the model itself needs."""
-        own: dict[str, Any] = dict.fromkeys(("tokenizer", "maps", "importance", "baseline"))
+        left_out: dict[str, Any] = dict.fromkeys(("tokenizer", "maps", "importance", "at_init"))
         return replace(
-            self.settings, **own, on_progress=lambda done, site: self._on_progress(done, f"{name}: {site}")
+            self.settings,
+            **left_out,
+            on_progress=lambda done, site: self._on_progress(done, f"{name}: {site}"),
         )
 
     def _measure_importance(self, batches: Iterable[Batch], settings: ImportanceSettings) -> None:
         try:
-            heads = {mixer: known.heads for mixer, known in self.statistics.heads.items()}
+            heads = {mixer: statistics.heads for mixer, statistics in self.statistics.heads.items()}
             self.importance = measure_importance(
                 self.model, batches, settings, heads=heads, **self.where,
                 on_progress=lambda step: self._on_progress(self.batches, f"importance: {step}"),
@@ -326,19 +317,20 @@ class Run:
         given = self.settings.provenance
         missing = [] if self.maps is None else self.maps.missing(self._head_numbers())
         measured: dict[str, Any] = {
-            "delta": self.settings.delta, "method_asked": self.settings.rank_method, "batches": self.batches,
-            "sequences": self.sequences, "parts": [self.data.value] if self.data.value else [],
+            "delta": self.settings.delta, "rank_method_asked": self.settings.rank_method,
+            "batches": self.batches, "sequences": self.sequences,
+            "data_digests": [self.data.value] if self.data.value else [],
             "seconds": round(perf_counter() - self.started, 1),
         }  # fmt: skip
-        measured |= {} if "weights" in given else {"weights": weights_digest(self.model)}
-        parts = [f"measured: {part}, spread evenly" for part in self.measured_in_part]
+        measured |= {} if "weights_digest" in given else {"weights_digest": weights_digest(self.model)}
+        in_part = [f"measured: {channels}, spread evenly" for channels in self.measured_in_part]
         notes = list(
-            dict.fromkeys((*self.notes, *missing, *parts, *self.trace.notes, *given.get("notes", ())))
+            dict.fromkeys((*self.notes, *missing, *in_part, *self.trace.notes, *given.get("notes", ())))
         )
         return provenance_of(self.model, measured, {**given, "notes": notes})
 
     def _head_numbers(self) -> list[tuple[int, int]]:
-        return [(head.layer, head.head) for head in self.statistics.head_records(self.settings.delta)]
+        return [(head.layer, head.head) for head in self.statistics.head_records()]
 
     def _describe(self, error: Exception) -> RankwiseError:
         """Return an error that names the batch, describes the exception and suggests a fix."""

@@ -7,7 +7,7 @@ from typing import Any, Literal, TypedDict, Unpack, get_args
 from torch import nn
 
 from rankwise._internals.statistics import DELTA, check_delta
-from rankwise.auditing.initialization import BaselineSettings
+from rankwise.auditing.initialization import AtInitSettings
 from rankwise.auditing.provenance import check_provenance
 from rankwise.errors import InputError, instance_of, one_of, whole_number
 from rankwise.importance.settings import ImportanceOption, ImportanceSettings, importance_settings
@@ -17,7 +17,7 @@ RankMethod = Literal["auto", "exact", "estimate"]
 """Method of computing ranks; "auto" is exact for matrices of at most `EXACT_BYTES` in float64."""
 MapOption = str | Iterable[tuple[int, int]]
 """Heads whose attention maps are kept: "flagged", "all", "3:7,5:0" (layer:head), or pairs (layer, head)."""
-BaselineOption = bool | int | Callable[[int], nn.Module] | BaselineSettings
+AtInitOption = bool | int | Callable[[int], nn.Module] | AtInitSettings
 Progress = Callable[[int, str], None]
 """Function called with the number of finished batches and the name of the module measured last."""
 
@@ -33,7 +33,7 @@ class AuditOptions(TypedDict, total=False):
     attention_maps: MapOption | None
     importance: ImportanceOption
     loss: bool
-    baseline: BaselineOption
+    at_init: AtInitOption
     provenance: Mapping[str, Any] | None
     on_progress: Progress | None
 
@@ -46,7 +46,10 @@ class ChosenHeads:
     flagged: bool = False
 
     def includes(self, layer: int, head: int) -> bool:
-        """Return True if a head's map is recorded: all maps if ``flagged``, because findings come later."""
+        """Return True if the map of this head must be recorded.
+
+        With ``flagged`` all are recorded, because findings are known only at the end.
+        """
         return not self.heads or (layer, head) in self.heads
 
 
@@ -61,7 +64,7 @@ class AuditSettings:
     blocks: str | None = None
     maps: ChosenHeads | None = None
     importance: ImportanceSettings | None = None
-    baseline: BaselineSettings | None = None
+    at_init: AtInitSettings | None = None
     provenance: Mapping[str, Any] = field(default_factory=dict)
     on_progress: Progress | None = None
 
@@ -74,7 +77,7 @@ class AuditSettings:
             "delta": DELTA,
             "rank_method": "auto",
             "importance": False,
-            "baseline": False,
+            "at_init": False,
         }
         given |= options
         loss = instance_of("`loss`", given.get("loss", False), bool, "True or False", fix="Try `loss=True`.")
@@ -104,7 +107,7 @@ class AuditSettings:
             blocks=blocks,
             maps=chosen_heads(given.get("attention_maps")),
             importance=importance_settings(given["importance"], tokenizer),
-            baseline=baseline_settings(given["baseline"]),
+            at_init=at_init_settings(given["at_init"]),
             provenance=dict(provenance),
             on_progress=on_progress,
         )
@@ -138,16 +141,19 @@ def chosen_heads(option: Any) -> ChosenHeads | None:
     return ChosenHeads(frozenset(pairs))
 
 
-def baseline_settings(option: Any) -> BaselineSettings | None:
-    """Return the settings of a baseline, None if not requested; raise `InputError` if the option is wrong."""
+def at_init_settings(option: Any) -> AtInitSettings | None:
+    """Return the settings of audits at initialization; None if ``option`` is False.
+
+    Raise `InputError` if the option is wrong.
+    """
     if isinstance(option, bool):
-        return BaselineSettings() if option else None
+        return AtInitSettings() if option else None
     if isinstance(option, int):
-        option = BaselineSettings(option)
+        option = AtInitSettings(option)
     elif callable(option) and not isinstance(option, nn.Module):
-        option = BaselineSettings(build=option)
-    expected = "True, a number of seeds, a function of a seed that builds the model, or `BaselineSettings`"
-    fix = "`baseline=3` also audits the model at three initializations."
-    settings = instance_of("`baseline`", option, BaselineSettings, expected, fix=fix)
-    whole_number("seeds of `baseline`", settings.seeds, fix=fix)
+        option = AtInitSettings(build=option)
+    expected = "True, a number of seeds, a function of a seed that builds the model, or `AtInitSettings`"
+    fix = "`at_init=3` also audits the model at three initializations."
+    settings = instance_of("`at_init`", option, AtInitSettings, expected, fix=fix)
+    whole_number("seeds of `at_init`", settings.seeds, fix=fix)
     return settings

@@ -15,14 +15,11 @@ from rankwise.auditing.examples import TOKENS_KEPT, Examples
 from rankwise.auditing.measure_table import HEAD_MEASURES, STATE_MEASURES
 from rankwise.auditing.provenance import joined, joined_uncaptured
 from rankwise.auditing.records import (
-    BAND,
     HeadRecord,
     MergeData,
     Provenance,
-    RankAt,
     StateRecord,
     UncapturedModule,
-    thresholds,
 )
 from rankwise.errors import RecordError, ShapeError
 from rankwise.importance.records import Importance
@@ -31,27 +28,25 @@ if TYPE_CHECKING:
     from rankwise.auditing.result import Audit
     from rankwise.measures import LogitMoments
 
-DELTA_INDEX = BAND.index(1.0)
-"""Index of δ in the band (five thresholds around δ)."""
+RANKS = ("numerical_rank", "rank_low", "rank_high", "random_rank", "uniform_rank")
+"""Fields of a head record whose mean is known only if all sequences have a value."""
 MEANS = (
     *("tokens", "sources", "full_rank", "one_hot_rank"),
-    *(row.name for row in HEAD_MEASURES if not row.late and row.name != "numerical_rank"),
+    *(row.name for row in HEAD_MEASURES if not row.late and row.name not in RANKS),
 )
 """Fields of a head record that are means over the sequences in which the value is known."""
 SIZES = ("tokens", "sources", "full_rank")
 """Fields in `MEANS` without a standard deviation in records."""
-RANKS = ("numerical_rank", "rank_low", "rank_high", "random_rank", "uniform_rank")
-"""Fields with a value at each threshold of the band; the mean is known only if all sequences have a value."""
 ERRORS = ("numerical_rank", "scale_free_rank", "effective_rank", "stable_rank", "sigma_max")
 """Measures that have a standard error if they are estimated by random vectors."""
-COUNTS = ("nonfinite", "estimated", "fallbacks")
+COUNTS = ("nonfinite_sequences", "estimated_sequences", "svd_sequences")
 """Fields that count sequences with NaN, estimated ranks or an SVD."""
 STATES = ("tokens", *(row.name for row in STATE_MEASURES))
 
 
 @dataclass
 class HeadStatistics:
-    """Statistics over sequences of the H heads of one mixer call (a module that mixes tokens)."""
+    """Statistics, over sequences, of the H heads in one call of a mixer (a module that mixes tokens)."""
 
     mixer: Address
     kind: str
@@ -59,24 +54,20 @@ class HeadStatistics:
     heads: list[int]
     """Indices of the heads; not consecutive if channels were sampled."""
     measures: dict[str, Moments]
-    """Moments of the fields in `MEANS`, shape (H,) each."""
-    ranks: dict[str, Moments]
-    """Moments of the fields in `RANKS` at five thresholds around δ, shape (H, 5) each."""
+    """Moments of the fields in `MEANS` and `RANKS`, shape (H,) each."""
     stderr: dict[str, Moments]
     """Standard errors of the measures in `ERRORS`, shape (H,) each; 0 for exact ranks."""
-    distances: Moments | None
-    """Distances between heads, shape (H, H); None if read from an older file without distances."""
-    nonfinite: Floats
-    estimated: Floats
-    fallbacks: Floats
+    distances: Moments
+    """Distances between heads, shape (H, H)."""
+    nonfinite_sequences: Floats
+    estimated_sequences: Floats
+    svd_sequences: Floats
     """Numbers of sequences with NaN, estimated ranks or an SVD, (H,) each; a window counts as a fraction."""
     examples: Examples
     head_dim: int | None = None
     heads_per_group: int = 1
     logits: "LogitMoments | None" = None
     """Second moments of queries and keys; None if these are unknown, as in saved files."""
-    sequence_ranks: list[Floats] | None = None
-    """Lower and upper rank per sequence and threshold, arrays (N, H, 5, 2); kept only for a baseline."""
 
     @classmethod
     def empty(cls, mixer: Address, kind: str, cross: bool, heads: list[int]) -> "HeadStatistics":
@@ -85,8 +76,7 @@ class HeadStatistics:
         counts: dict[str, Any] = {name: np.zeros(number) for name in COUNTS}
         return cls(
             *(mixer, kind, cross, heads),
-            measures={name: Moments.empty(number) for name in MEANS},
-            ranks={name: Moments.empty(number, len(BAND)) for name in RANKS},
+            measures={name: Moments.empty(number) for name in (*MEANS, *RANKS)},
             stderr={name: Moments.empty(number) for name in ERRORS},
             distances=Moments.empty(number, number),
             **counts,
@@ -99,13 +89,10 @@ class HeadStatistics:
             expected, got = f"{len(self.heads)}, as in the sequences before", str(len(other.heads))
             fix = "Audit batches one by one if the model changes its heads; merge audits of one model."
             raise ShapeError(f"heads of {self.mixer.site!r}", expected=expected, got=got, fix=fix)
-        for kind in ("measures", "ranks", "stderr"):
+        for kind in ("measures", "stderr"):
             for name, moments in getattr(self, kind).items():
                 moments.merge(getattr(other, kind)[name])
-        if self.distances is None or other.distances is None:
-            self.distances = None
-        else:
-            self.distances.merge(other.distances)
+        self.distances.merge(other.distances)
         for name in COUNTS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.examples.merge(other.examples, attention_maps=attention_maps)
@@ -114,17 +101,14 @@ class HeadStatistics:
             self.logits = self.logits + other.logits
         else:
             self.logits = self.logits or other.logits
-        if self.sequence_ranks is not None:
-            more = other.sequence_ranks
-            self.sequence_ranks = None if more is None else self.sequence_ranks + more
 
-    def to_records(self, delta: float, audits: int = 1) -> list[HeadRecord]:
+    def to_records(self, audits: int = 1) -> list[HeadRecord]:
         """Return a record per head; it keeps `TOKENS_KEPT` token names for each of the merged ``audits``."""
         finite = self.measures["sigma_max"].count
-        numbers = {name: moments.to_record() for name, moments in self.measures.items()}
-        band = {name: ranks.complete(finite[:, None]).to_record() for name, ranks in self.ranks.items()}
-        for name, (count, mean, std) in band.items():
-            numbers[name] = count[:, DELTA_INDEX], mean[:, DELTA_INDEX], std[:, DELTA_INDEX]
+        numbers = {
+            name: (moments.complete(finite) if name in RANKS else moments).to_record()
+            for name, moments in self.measures.items()
+        }
         errors = {name: moments.to_record() for name, moments in self.stderr.items()}
         nearest, distance = self._nearest()
         needed = np.full(len(self.heads), np.nan)
@@ -133,52 +117,41 @@ class HeadStatistics:
 
             needed = required_head_dim(self.logits).cpu().numpy()
         records = []
-        for at, number in enumerate(self.heads):
-            sequences, estimated = int(finite[at]), round(float(self.estimated[at]))
-            counts = {name: int(numbers[name][0][at]) for name in MEANS}
-            counts |= {f"stderr of {name}": int(errors[name][0][at]) for name in ERRORS}
-            peak, peak_sequences = self.examples.peak(at)
-            first, second = [*self.examples.attention_maps[at], None, None][:2]
-            fields: dict[str, Any] = {name: float(mean[at]) for name, (_, mean, _) in numbers.items()}
-            points = [
-                RankAt(
-                    delta=threshold,
-                    one_hot_rank=fields["one_hot_rank"] if threshold <= 1 else math.nan,
-                    **{name: float(mean[at, step]) for name, (_, mean, _) in band.items()},
-                )
-                for step, threshold in enumerate(thresholds(delta))
-                if not sequences or not math.isnan(band["rank_low"][1][at, step])
-            ]
+        for index, head in enumerate(self.heads):
+            sequences, estimated = int(finite[index]), round(float(self.estimated_sequences[index]))
+            counts = {name: int(numbers[name][0][index]) for name in MEANS}
+            counts |= {f"stderr of {name}": int(errors[name][0][index]) for name in ERRORS}
+            peak, peak_sequences = self.examples.peak(index)
+            first, second = [*self.examples.attention_maps[index], None, None][:2]
+            fields: dict[str, Any] = {name: float(mean[index]) for name, (_, mean, _) in numbers.items()}
             record = HeadRecord(
                 **fields,
                 stack=self.mixer.stack, site=self.mixer.site, layer=self.mixer.layer or 0,
-                call=self.mixer.call, head=number, kind=self.kind, cross=self.cross, head_dim=self.head_dim,
+                call=self.mixer.call, head=head, kind=self.kind, cross=self.cross, head_dim=self.head_dim,
                 heads_per_group=self.heads_per_group,
-                mask=self.examples.masks[at],  # type: ignore[arg-type]
-                sequences=sequences, nonfinite=int(self.nonfinite[at]), estimated=estimated,
-                fallbacks=round(float(self.fallbacks[at])),
-                band=points,
-                membership_map=self.examples.memberships[at], membership_grid=self.examples.grid(at),
-                nearest_head=nearest[at], nearest_head_distance=float(distance[at]),
-                required_head_dim=float(needed[at]),
-                std={name: float(std[at]) for name, (_, _, std) in numbers.items() if name not in SIZES},
-                stderr={name: float(errors[name][1][at]) for name in ERRORS} if estimated else {},
+                mask=self.examples.masks[index],  # type: ignore[arg-type]
+                sequences=sequences, nonfinite_sequences=int(self.nonfinite_sequences[index]),
+                estimated_sequences=estimated, svd_sequences=round(float(self.svd_sequences[index])),
+                membership_map=self.examples.memberships[index], membership_grid=self.examples.grid(index),
+                nearest_head=nearest[index], nearest_head_distance=float(distance[index]),
+                required_head_dim=float(needed[index]),
+                std={name: float(std[index]) for name, (_, _, std) in numbers.items() if name not in SIZES},
+                stderr={name: float(errors[name][1][index]) for name in ERRORS} if estimated else {},
                 counts={name: count for name, count in counts.items() if 0 < count < sequences},
                 max_token=peak, max_token_sequences=peak_sequences, attention_map=first,
-                second_attention_map=second, spectrum=self.examples.spectra[at],
-                merging=self._merge_data(at, audits),
+                second_attention_map=second, spectrum=self.examples.spectra[index],
+                merging=self._merge_data(index, audits),
             )  # fmt: skip
             records.append(record)
         return records
 
     @classmethod
-    def from_records(cls, records: Sequence[HeadRecord], delta: float) -> "HeadStatistics":
+    def from_records(cls, records: Sequence[HeadRecord]) -> "HeadStatistics":
         """Restore statistics from the saved records of all heads of one mixer call."""
         first = records[0]
         counts: dict[str, Any] = {
             name: np.array([float(getattr(record, name)) for record in records]) for name in COUNTS
         }
-        sequences = np.array([record.sequences for record in records], dtype=np.float64)
 
         def moments(key: str, means: list[float]) -> Moments:
             count = [record.counts.get(key, record.sequences) for record in records]
@@ -186,12 +159,15 @@ class HeadStatistics:
             return Moments.from_record(*np.array([count, means, std], dtype=np.float64))
 
         def errors(name: str) -> list[float]:
-            return [record.stderr.get(name, math.nan if record.estimated else 0.0) for record in records]
+            unknown = [math.nan if record.estimated_sequences else 0.0 for record in records]
+            return [record.stderr.get(name, none) for record, none in zip(records, unknown, strict=True)]
 
         return cls(
             *(first.id.at(None), first.kind, first.cross, [record.head for record in records]),
-            measures={name: moments(name, [getattr(record, name) for record in records]) for name in MEANS},
-            ranks={name: _ranks_of(records, name, sequences, delta) for name in RANKS},
+            measures={
+                name: moments(name, [getattr(record, name) for record in records])
+                for name in (*MEANS, *RANKS)
+            },
             stderr={name: moments(f"stderr of {name}", errors(name)) for name in ERRORS},
             distances=_distances_of(records),
             **counts,
@@ -202,58 +178,44 @@ class HeadStatistics:
 
     def _nearest(self) -> tuple[list[int | None], Floats]:
         """Return the nearest head of each head by mean distance (None if unknown), and the distance."""
-        if self.distances is None:
-            return [None] * len(self.heads), np.full(len(self.heads), np.nan)
         distance = self.distances.to_record()[1].copy()
         np.fill_diagonal(distance, np.nan)
         filled = np.where(np.isnan(distance), np.inf, distance)
         place = filled.argmin(-1)
         least = np.take_along_axis(filled, place[:, None], -1)[:, 0]
-        nearest = [self.heads[at] if least[row] < np.inf else None for row, at in enumerate(place.tolist())]
+        nearest = [
+            self.heads[column] if least[row] < np.inf else None for row, column in enumerate(place.tolist())
+        ]
         return nearest, np.where(least < np.inf, least, np.nan)
 
-    def _merge_data(self, at: int, audits: int) -> MergeData | None:
-        names = self.examples.names
-        if self.distances is None or names is None:
-            return None
+    def _merge_data(self, head: int, audits: int) -> MergeData:
         # If every head is a module of its own, the only known distance is to the head itself.
-        alone = [at] if "*" in self.mixer.site else slice(None)
-        count, mean, _ = (part[at].copy() for part in self.distances.to_record())
-        mean[at] = np.nan
-        by_frequency = (sorted(kind.items(), key=lambda item: (-item[1], item[0])) for kind in names[at])
+        alone = [head] if "*" in self.mixer.site else slice(None)
+        count, mean, _ = (numbers[head].copy() for numbers in self.distances.to_record())
+        mean[head] = np.nan
+        kinds = self.examples.names[head]
+        by_frequency = (sorted(kind.items(), key=lambda item: (-item[1], item[0])) for kind in kinds)
         return MergeData(
-            longest=int(self.examples.longest[at]),
+            longest=int(self.examples.longest[head]),
             distances=mean[alone].tolist(),
             pairs=count[alone].astype(int).tolist(),
-            named=self.examples.named[at],
+            named=self.examples.named[head],
             names=[dict(kind[: TOKENS_KEPT * audits]) for kind in by_frequency],
         )
 
 
-def _ranks_of(records: Sequence[HeadRecord], name: str, sequences: Floats, delta: float) -> Moments:
-    mean = np.full((len(records), len(BAND)), np.nan)
-    std = mean.copy()
-    for at, record in enumerate(records):
-        points = {point.delta: getattr(point, name) for point in record.band}
-        mean[at] = [points.get(threshold, math.nan) for threshold in thresholds(delta)]
-        mean[at, DELTA_INDEX] = getattr(record, name)
-        std[at, DELTA_INDEX] = record.std.get(name, math.nan)
-    return Moments.from_record(np.broadcast_to(sequences[:, None], mean.shape), mean, std)
-
-
-def _distances_of(records: Sequence[HeadRecord]) -> Moments | None:
+def _distances_of(records: Sequence[HeadRecord]) -> Moments:
     heads = len(records)
     count, mean = np.zeros((heads, heads)), np.full((heads, heads), np.nan)
-    for at, record in enumerate(records):
-        if record.merging is None:
-            return None
-        held = len(record.merging.distances)
-        if held not in (1, heads) or len(record.merging.pairs) != held:
-            expected, got = f"distances to {heads} heads", f"{held} and {len(record.merging.pairs)} counts"
+    for row, record in enumerate(records):
+        distances, pairs = record.merging.distances, record.merging.pairs
+        if len(distances) not in (1, heads) or len(pairs) != len(distances):
+            expected, got = f"distances to {heads} heads", f"{len(distances)} and {len(pairs)} counts"
             fix = "The file is damaged; run `rankwise audit` again."
             raise RecordError(f"heads of {record.site!r}", expected=expected, got=got, fix=fix)
-        to = slice(None) if held == heads else [at]  # one module per head: only the distance to itself
-        count[at, to], mean[at, to] = record.merging.pairs, record.merging.distances
+        # If each head is a module of its own, only the distance to itself is known.
+        columns = slice(None) if len(distances) == heads else [row]
+        count[row, columns], mean[row, columns] = pairs, distances
     np.fill_diagonal(mean, 0.0)
     return Moments.from_record(count, mean, np.full_like(mean, np.nan))
 
@@ -268,13 +230,13 @@ class StateStatistics:
     hidden_size: int
     measures: dict[str, Moments] = field(default_factory=lambda: {name: Moments.empty(1) for name in STATES})
     """Moments of the fields in `STATES`, shape (1,) each."""
-    nonfinite: int = 0
+    nonfinite_sequences: int = 0
 
     def merge(self, other: "StateStatistics") -> None:
         """Add statistics of the same token states over other sequences."""
         for name, moments in self.measures.items():
             moments.merge(other.measures[name])
-        self.nonfinite += other.nonfinite
+        self.nonfinite_sequences += other.nonfinite_sequences
 
     def to_record(self) -> StateRecord:
         """Return the record of the token states: means and standard deviations over sequences."""
@@ -284,7 +246,7 @@ class StateStatistics:
         means: dict[str, Any] = {name: float(mean[0]) for name, (_, mean, _) in numbers.items()}
         return StateRecord(
             **means, stack=self.stack, site=self.site, blocks=self.blocks, hidden_size=self.hidden_size,
-            sequences=sequences, nonfinite=self.nonfinite,
+            sequences=sequences, nonfinite_sequences=self.nonfinite_sequences,
             std={name: float(std[0]) for name, (_, _, std) in numbers.items() if name != "tokens"},
             counts={name: count for name, count in counts.items() if 0 < count < sequences},
         )  # fmt: skip
@@ -296,7 +258,8 @@ class StateStatistics:
         for name in STATES:
             count, std = record.counts.get(name, record.sequences), record.std.get(name, math.nan)
             measures[name] = Moments.from_record(*np.array([[count], [getattr(record, name)], [std]]))
-        return cls(record.stack, record.site, record.blocks, record.hidden_size, measures, record.nonfinite)
+        place = record.stack, record.site, record.blocks, record.hidden_size
+        return cls(*place, measures, record.nonfinite_sequences)
 
 
 @dataclass
@@ -310,13 +273,13 @@ class ModelStatistics:
 
     def add_heads(self, heads: HeadStatistics, *, attention_maps: bool = True) -> None:
         """Add statistics of a mixer call, merged with earlier statistics of the same call."""
-        if (known := self.heads.setdefault(heads.mixer, heads)) is not heads:
-            known.merge(heads, attention_maps=attention_maps)
+        if (earlier := self.heads.setdefault(heads.mixer, heads)) is not heads:
+            earlier.merge(heads, attention_maps=attention_maps)
 
     def add_states(self, states: StateStatistics) -> None:
         """Add statistics of token states, merged with earlier statistics of the same states."""
-        if (known := self.states.setdefault((states.stack, states.blocks), states)) is not states:
-            known.merge(states)
+        if (earlier := self.states.setdefault((states.stack, states.blocks), states)) is not states:
+            earlier.merge(states)
 
     def merge(self, other: "ModelStatistics", *, attention_maps: bool = True) -> None:
         """Add statistics of other sequences; objects of ``other`` are reused, not copied."""
@@ -326,9 +289,9 @@ class ModelStatistics:
             self.add_states(states)
 
     def head_records(
-        self, delta: float, known: Mapping[Address, Mapping[str, Any]] | None = None, audits: int = 1
+        self, fields: Mapping[Address, Mapping[str, Any]] | None = None, audits: int = 1
     ) -> list[HeadRecord]:
-        """Return the records of all heads in the order of the model, with the ``known`` fields by address.
+        """Return the records of all heads in the order of the model, with the given ``fields`` by address.
 
         If each head is a separate module (``heads.0``, ``heads.1``), the records get one site ``heads.*``.
         """
@@ -337,12 +300,12 @@ class ModelStatistics:
         records: list[HeadRecord] = []
         for mixer, heads in self.heads.items():
             together = _pattern(mixer)
-            for record in heads.to_records(delta, audits):
-                fields = dict((known or {}).get(mixer.at(record.head), {}))
+            for record in heads.to_records(audits):
+                changes = dict((fields or {}).get(mixer.at(record.head), {}))
                 if len(heads.heads) == 1 and alone[together] > 1:
-                    fields |= {"site": together.site, "head": met[together]}
+                    changes |= {"site": together.site, "head": met[together]}
                     met[together] += 1
-                records.append(record.model_copy(update=fields))
+                records.append(record.model_copy(update=changes))
         return records
 
 
@@ -387,14 +350,17 @@ class AuditStatistics(ModelStatistics):
 
     @classmethod
     def from_audit(cls, audit: "Audit") -> "AuditStatistics":
-        """Restore statistics from a saved audit, without baseline and required head dimensions."""
+        """Restore statistics from a saved audit, without copies at initialization and required widths."""
         mixers = grouped(audit.heads, lambda record: record.id.at(None))
-        delta = audit.provenance.delta
-        known = {record.id: record.importance for record in audit.heads if record.importance is not None}
-        importance = None if audit.importance is None else Importance(audit.importance, known)
+        importances = {
+            record.id: record.importance for record in audit.heads if record.importance is not None
+        }
+        importance = None if audit.importance is None else Importance(audit.importance, importances)
         return cls(
-            heads={mixer: HeadStatistics.from_records(records, delta) for mixer, records in mixers.items()},
-            states={(one.stack, one.blocks): StateStatistics.from_record(one) for one in audit.states},
+            heads={mixer: HeadStatistics.from_records(records) for mixer, records in mixers.items()},
+            states={
+                (state.stack, state.blocks): StateStatistics.from_record(state) for state in audit.states
+            },
             provenance=audit.provenance, complete=audit.complete, uncaptured=audit.uncaptured,
             texts=audit.texts, importance=importance,
         )  # fmt: skip

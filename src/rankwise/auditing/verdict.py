@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rankwise._internals.records import grouped
-from rankwise.auditing.findings import MIN_TOKENS, RULES
+from rankwise.auditing.findings import FINDING_RULES, MIN_TOKENS
 from rankwise.auditing.importance_findings import cheapest_words
 from rankwise.auditing.records import Finding, Remedy, Verdict
 from rankwise.auditing.remedies import join_compressions, remedy_text
@@ -31,7 +31,9 @@ def verdict_of(audit: "Audit") -> Verdict:
     head would bring.
     """
     kinds = grouped(audit.findings, lambda finding: finding.code)
-    named = {code: group for code, group in kinds.items() if code in RULES and RULES[code].names}
+    named = {
+        code: group for code, group in kinds.items() if code in FINDING_RULES and FINDING_RULES[code].names
+    }
     several = len({head.stack for head in audit.heads} | {state.stack for state in audit.states}) > 1
     severe = {code: group for code, group in named.items() if group[0].severity != "info"}
     errors = any(group[0].severity == "error" for group in severe.values())
@@ -74,7 +76,7 @@ def _healthy(audit: "Audit", noted: dict[str, list[Finding]], several: bool) -> 
     states = [state for state in audit.states if state.tokens >= MIN_TOKENS]
     heads = [head for head in audit.heads if min(head.tokens, head.sources) >= MIN_TOKENS]
     looked_for = [*(OF_STATES if len(states) > 1 else ()), *(OF_HEADS if heads else ())]
-    absent = [f"no {RULES[code].names}" for code in looked_for if code not in noted]
+    absent = [f"no {FINDING_RULES[code].names}" for code in looked_for if code not in noted]
     if not looked_for:
         return f"Nothing to judge: sequences have fewer than {MIN_TOKENS} tokens"
     sentence = f"Healthy: {', '.join(absent)}" if absent else "Healthy"
@@ -89,7 +91,7 @@ def _listed(kinds: dict[str, list[Finding]], several: bool) -> str:
 
 def _phrase(code: str, findings: Sequence[Finding], several: bool) -> str:
     """Return what the findings of a code are and where: "constant heads in layers 3 to 9"."""
-    rule, where = RULES[code], []
+    rule, where = FINDING_RULES[code], []
     if rule.about in ("model", "modules"):
         return rule.names
     for stack, group in grouped(findings, lambda finding: finding.where.stack).items():

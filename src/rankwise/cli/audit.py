@@ -131,7 +131,8 @@ def command(
     verbose: options.Verbose = False,
 ) -> None:
     """Audit one model or several models; `HELP` describes the command."""
-    from rankwise.auditing import AuditSettings, check_codes
+    from rankwise.auditing import AuditSettings
+    from rankwise.auditing.findings import check_codes
     from rankwise.cli import output
     from rankwise.cli.audit_job import AuditJob
     from rankwise.cli.audit_many import audit_many, jobs_of
@@ -152,7 +153,7 @@ def command(
         dataset=dataset, tokens=tokens, sequences=sequences, batch_size=batch_size, shards=shards,
         delta=delta, rank_method=settings.rank_method,
         attention_maps="all" if is_demo and attention_maps is None else attention_maps, importance=costs,
-        baseline=at_init_seeds or at_init or (is_demo and shards is None), device=device,
+        at_init=at_init_seeds or at_init or (is_demo and shards is None), device=device,
         device_map=device_map, offload_folder=offload_folder, dtype=dtype, tokenizer=tokenizer,
         trust_remote_code=trust_remote_code,
     )  # fmt: skip
@@ -163,7 +164,7 @@ def command(
         (gpus is not None and ray is None, "--gpus", "--ray", "Add --ray, or leave it out."),
         (gpus and on_cpu, "--gpus", "audits on GPUs", "Pass --device cuda, or leave it out."),
         (loss and importance is not None, "--loss", "no --importance", "Omit it: importance has the loss."),
-        (is_split and job.baseline, "--at-init", "no --shards", "Omit one of them: audits do not hold enough "
+        (is_split and job.at_init, "--at-init", "no --shards", "Omit one of them: audits do not hold enough "
          "to merge differences from initialization."),
     ):  # fmt: skip
         if forbidden:

@@ -8,8 +8,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
+from rankwise.auditing.batches import ALL, Shard
 from rankwise.auditing.settings import RankMethod
-from rankwise.auditing.text_inputs import ALL, Shard
 from rankwise.cli.load_data import parse_dataset
 from rankwise.cli.load_model import split_factory
 from rankwise.cli.output import is_of_audit
@@ -39,7 +39,7 @@ class AuditJob:
     rank_method: RankMethod = "auto"
     attention_maps: str | None = None
     importance: ImportanceSettings | Literal[False] = False
-    baseline: bool | int = False
+    at_init: bool | int = False
     device: str | None = None
     device_map: str | None = None
     offload_folder: Path | None = None
@@ -65,7 +65,7 @@ class AuditJob:
             for name in ("tolerance", "ablation", "loss"):
                 given[f"importance_{name}"] = getattr(importance, name)
                 defaults[f"importance_{name}"] = getattr(type(importance), name)
-        seeds = given.pop("baseline")
+        seeds = given.pop("at_init")
         given |= {"at_init": seeds is True, "at_init_seeds": None if isinstance(seeds, bool) else seeds}
         defaults |= {"at_init": False, "at_init_seeds": None}
         return {

@@ -10,7 +10,7 @@ from pathlib import Path
 import typer
 
 from rankwise._internals.files import folder_name
-from rankwise.auditing import Audit, AuditError, History, in_order
+from rankwise.auditing import Audit, AuditError, History, sort_by_step
 from rankwise.cli.audit_job import AuditJob
 from rankwise.cli.load_model import split_factory
 from rankwise.cli.output import new_folder, print_results, write_report
@@ -32,7 +32,7 @@ def jobs_of(job: AuditJob, models: Sequence[str]) -> list[AuditJob]:
         offload_folder=job.offload_folder and job.offload_folder.resolve(),
         tokenizer=job.tokenizer and _absolute(job.tokenizer),
     )
-    jobs = [shared.for_model(model) for model in in_order(models)]
+    jobs = [shared.for_model(model) for model in sort_by_step(models)]
     return list(dict.fromkeys(replace(named, model=_absolute(named.model)) for named in jobs))
 
 
@@ -144,7 +144,7 @@ def _find(job: AuditJob, saved: Mapping[str, Audit]) -> str:
     """Return the folder of a job's finished audit; otherwise "", after printing why others are repeated."""
     digests = job.file_digests()
     for folder, audit in saved.items():
-        about, before = audit.provenance, audit.provenance.sources
+        about, before = audit.provenance, audit.provenance.file_digests
         changed = [name for name in {**before, **digests} if before.get(name) != digests.get(name)]
         if about.command != job.command:
             why = f"its command is `{about.command}`" if about.model == job.model else ""
@@ -152,7 +152,10 @@ def _find(job: AuditJob, saved: Mapping[str, Audit]) -> str:
             why = "it is incomplete"
         elif changed:
             why = f"{' and '.join(changed)} changed since"
-        elif split_factory(job.model)[0] and factory_digests(job) != (about.weights, about.parts):
+        elif split_factory(job.model)[0] and factory_digests(job) != (
+            about.weights_digest,
+            about.data_digests,
+        ):
             why = "the factory returns other weights or batches"
         else:
             return folder

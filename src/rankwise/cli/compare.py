@@ -75,7 +75,7 @@ def _load(given: list[Path]) -> list[tuple[Path, "Audit"]]:
     These are sorted by steps, otherwise by time. Incomplete audits among them, of runs that failed, are left
     out with a message.
     """
-    from rankwise.auditing import Audit, in_order
+    from rankwise.auditing import Audit, sort_by_step
     from rankwise.errors import InputError
 
     loaded: list[tuple[Path, Audit]] = []
@@ -85,7 +85,7 @@ def _load(given: list[Path]) -> list[tuple[Path, "Audit"]]:
             loaded.append((path, Audit.load(path)))
             continue
         inside = {str(folder): Audit.load(folder) for folder in folders}
-        for name in in_order(sorted(inside, key=lambda name: inside[name].provenance.created)):
+        for name in sort_by_step(sorted(inside, key=lambda name: inside[name].provenance.created)):
             if inside[name].complete:
                 loaded.append((Path(name), inside[name]))
             else:

@@ -11,9 +11,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rankwise._internals.batches import batch_size, map_tensors
 from rankwise._internals.files import parse_json
-from rankwise._internals.forward import batch_size, config_value, map_tensors
-from rankwise.auditing.text_inputs import ALL, Shard, evenly, longest_sequence, model_batches
+from rankwise._internals.forward import config_value
+from rankwise.auditing.batches import ALL, Shard, evenly, longest_sequence, model_batches
 from rankwise.cli.load_images import find_images, load_image_processor, plain_processor, read_images
 from rankwise.cli.load_model import LoadedModel, need_hub, split_factory
 from rankwise.errors import InputError, did_you_mean, first_line, need_package, readable_file

@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from rankwise._internals.forward import config_value
-from rankwise.auditing.text_inputs import ALL, Shard, evenly
+from rankwise.auditing.batches import ALL, Shard, evenly
 from rankwise.errors import InputError, first_line, need_package
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")

@@ -232,7 +232,7 @@ def _missing_in_blocks(
 
     Raise `InputError` if the checkpoint has none of the weights of the model.
     """
-    from rankwise.tracing.block_finder import block_ranks
+    from rankwise.tracing.block_finder import block_items
 
     if not missing:
         return []
@@ -243,7 +243,7 @@ def _missing_in_blocks(
         if prefix:
             got, fix = f"{prefix}{name}", f"Remove the prefix {prefix} from the names of all weights."
         raise InputError(subject, expected=f"weights of {kind}, such as {name}", got=got, fix=fix)
-    blocks = tuple(f"{block}." for block, rank in block_ranks(model, None).items() if rank < 2)
+    blocks = tuple(f"{name}." for name, of_one_class in block_items(model, None).items() if of_one_class)
     output = model.get_output_embeddings()  # type: ignore[operator]
     for path, module in model.named_modules():
         if isinstance(module, nn.Embedding) or module is output:

@@ -29,7 +29,8 @@ def command(
     verbose: options.Verbose = False,
 ) -> None:
     """Merge audits; `HELP` describes the command."""
-    from rankwise.auditing import Audit, check_codes
+    from rankwise.auditing import Audit
+    from rankwise.auditing.findings import check_codes
     from rankwise.cli import output
 
     codes = check_codes(fail_on or [])

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import typer
 
-from rankwise._internals.forward import drop_unused_labels
+from rankwise._internals.batches import drop_unused_labels
 from rankwise.auditing import Audit, AuditError, audit
+from rankwise.auditing.batches import ALL
 from rankwise.auditing.provenance import DataDigest, weights_digest
-from rankwise.auditing.text_inputs import ALL
 from rankwise.cli.audit_job import AuditJob
 from rankwise.cli.load_data import LoadedData, load_data
 from rankwise.cli.load_model import LoadedModel, demo_model, demo_text, load_model
@@ -83,18 +83,18 @@ def measure(
         "command": job.command,
         "arguments": [] if model.is_part else replace(job, shards=None).arguments,
         "notes": [*model.notes, *data.notes],
-        "weights": weights_digest(model.model, model.random_weights),
+        "weights_digest": weights_digest(model.model, model.random_weights),
         "random_weights": model.random_blocks,
     }
     result = audit(
         model.model, batches(), job.delta, rank_method=job.rank_method, attention_maps=job.attention_maps,
-        baseline=job.baseline, importance=job.importance, tokenizer=data.tokenizer,
+        at_init=job.at_init, importance=job.importance, tokenizer=data.tokenizer,
         provenance=about | dict(provenance or {}),
         on_progress=lambda done, step: say(f"batch {done + 1}: {step}"),
     )  # fmt: skip
     if job.shard != ALL:
-        parts = [_of_shard(digest, job) for digest in result.provenance.parts]
-        return _with_provenance(result, parts=parts), not result.complete
+        digests = [_of_shard(digest, job) for digest in result.provenance.data_digests]
+        return _with_provenance(result, data_digests=digests), not result.complete
     if not result.complete:
         return result, True
     try:
@@ -125,7 +125,7 @@ def run_job(job: AuditJob, say: Say = lambda step: None) -> Audit:
     try:
         digests = job.file_digests()  # taken before the files are read, so that --resume sees later changes
         result, interrupted = measure(
-            load(job), lambda step: say(f"{job.model}, {step}"), {"sources": digests}
+            load(job), lambda step: say(f"{job.model}, {step}"), {"file_digests": digests}
         )
     except RankwiseError:
         raise
@@ -159,8 +159,8 @@ def audit_one(job: AuditJob, out: Path, command: str, *, verbose: bool) -> tuple
 def merge_shards(job: AuditJob, audits: list[Audit]) -> Audit:
     """Return the audit of a job, merged from the audits of all its shards."""
     merged = Audit.merge(audits, [f"shard {shard.shards} of {job.model}" for shard in job.parts])
-    sources = set.intersection(*(set(result.provenance.sources.items()) for result in audits))
-    return _with_provenance(merged, command=job.command, sources=dict(sources))
+    files = set.intersection(*(set(result.provenance.file_digests.items()) for result in audits))
+    return _with_provenance(merged, command=job.command, file_digests=dict(files))
 
 
 def factory_digests(job: AuditJob) -> tuple[str, list[str]] | None:

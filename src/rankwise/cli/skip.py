@@ -202,7 +202,7 @@ def split_batches(
     """Return batches to learn from, and batches to measure on (every fifth sequence if λ is fitted)."""
     import torch
 
-    from rankwise._internals.forward import drop_unused_labels, to_device
+    from rankwise._internals.batches import drop_unused_labels, to_device
 
     device = next(loaded.model.parameters()).device
     batches = [to_device(drop_unused_labels(loaded.model, batch)[0], device) for batch in inputs.batches]

@@ -6,7 +6,7 @@ or `save_compressed` lets ``from_pretrained`` of transformers load compressed mo
 
 from typing import TYPE_CHECKING
 
-from rankwise._internals.lazy import lazy_names
+from rankwise._internals import lazy_names
 
 if TYPE_CHECKING:
     from rankwise.compression.records import (

@@ -13,24 +13,14 @@ from jaxtyping import Float64
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rankwise._internals.forward import (
-    Change,
-    batch_size,
-    config_value,
-    device_of,
-    drop_unused_labels,
-    first_sequences,
-    run_model,
-    tensors_in,
-    to_device,
-)
+from rankwise._internals.batches import batch_size, first_sequences, tensors_in, to_device
+from rankwise._internals.forward import Change, config_value, device_of, run_model
 from rankwise._internals.linalg import as_float64
 from rankwise._internals.torch_private import preserve_state
 from rankwise.compression.trials import output_and_mask, relative_error
 from rankwise.errors import first_line
-from rankwise.importance import ImportanceSettings
-from rankwise.importance.loss_choice import choose_loss
-from rankwise.importance.losses import IGNORE_INDEX, LabelLoss, Loss, LossBatch, logits_of, real_outputs
+from rankwise.importance.loss_choice import model_loss
+from rankwise.importance.losses import real_outputs
 from rankwise.tracing import CapturedMixer, CapturedState, capture
 
 SEQUENCES = 16
@@ -197,30 +187,16 @@ def measure_task(model: nn.Module, batches: list[Any]) -> dict[str, Any]:
 
     The loss is the loss of `rankwise.importance`. Numbers are NaN if the model predicts neither.
     """
-    total, count, correct, labelled = 0.0, 0.0, 0, 0
-    metric = ""
-    inputs = [drop_unused_labels(model, batch)[0] for batch in batches]
-    prepared = [LossBatch(*both, number) for number, both in enumerate(zip(inputs, batches, strict=True))]
-    loss: Loss | None = None
-    for batch in prepared:
-        with torch.no_grad():
-            output = run_model(model, batch.batch)
-            if loss is None:
-                loss = choose_loss(model, batch, output, ImportanceSettings())
-                if loss.compares_outputs:
-                    break
-                loss.check(prepared, output)
-            losses = loss.read(output, batch)
-        total, count = total + float(losses.total.sum()), count + float(losses.count.sum())
-        if isinstance(loss, LabelLoss) and loss.given is not None and loss.given(batch) is not None:
-            labels, best = loss.labels(batch), logits_of(output).argmax(-1)
-            assert labels is not None
-            best = best[:, : labels.shape[1]] if labels.dim() > 1 else best
-            real = labels != IGNORE_INDEX
-            correct, labelled = correct + int((best == labels)[real].sum()), labelled + int(real.sum())
-            metric = "accuracy" if labels.dim() == 1 else "token accuracy"
-    mean_loss, accuracy = (x / n if n else math.nan for x, n in ((total, count), (correct, labelled)))
-    return {"loss": mean_loss, "accuracy": accuracy, "metric": metric}
+    loss = model_loss(model, batches)
+    if loss.compares_outputs:
+        return {"loss": math.nan, "accuracy": math.nan, "metric": ""}
+    labels = batches[0].get("labels") if isinstance(batches[0], Mapping) else None
+    correct = count = 0
+    for number, batch in enumerate(batches if labels is not None else ()):
+        correct, count = map(sum, zip((correct, count), loss.correct(model, batch, number), strict=True))
+    metric = "" if labels is None or not count else "accuracy" if labels.dim() == 1 else "token accuracy"
+    accuracy = correct / count if count else math.nan
+    return {"loss": loss.mean(model, batches), "accuracy": accuracy, "metric": metric}
 
 
 # --- time ------------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """Find attention layers that work with fewer heads, and the linear layers before and after the heads.
 
-Tensors of a forward pass show which linear layers compute the heads and which layer reads them. A trial shows
-where the layer's code stores the number of heads. A unit is a set of heads that are removed together.
+Tensors of a forward pass show which linear layers compute the heads and which layer reads them. A table
+names the attributes that contain the number of heads, and a trial shows if changing them suffices. A unit is
+a set of heads that are removed together.
 """
 
 from collections.abc import Callable, Mapping
@@ -88,7 +89,7 @@ class HeadProjections:
 
     @property
     def group(self) -> int:
-        """Number of query heads of a unit: those that share a key head, if queries are grouped."""
+        """Number of query heads of a unit: the number per key head if queries are grouped, otherwise 1."""
         return self.heads // self.value_heads if self.value_heads > 1 else 1
 
     @property
@@ -170,7 +171,7 @@ def find(model: nn.Module, batch: Any) -> Found[HeadProjections]:
 
 
 def difference(model: nn.Module, layers: list[HeadProjections], plan: Plan, batch: Any) -> str:
-    """Return how a model without units differs from one with zeros in their place; "" if it does not.
+    """Return how outputs without some units differ from outputs with these units at zero; "" if they do not.
 
     Its code may repeat keys only for a mask, for a cache, or in eager attention, so each of these is run.
     """

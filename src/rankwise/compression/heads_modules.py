@@ -53,7 +53,7 @@ class EmptyLinear(ReplacedLinear):
     """Linear layer without inputs or without outputs: it returns its bias, or zeros."""
 
     reason = "from which all heads were removed"
-    """Why it cannot be changed as a linear layer."""
+    """Reason why it cannot be changed as a linear layer."""
 
     def __init__(self, in_features: int, out_features: int, bias: Tensor | None) -> None:
         super().__init__()

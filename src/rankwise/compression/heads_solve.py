@@ -6,7 +6,8 @@ from decimal import ROUND_CEILING, Context
 from operator import attrgetter
 from typing import Any
 
-from rankwise._internals.forward import device_of, first_sequences, to_device
+from rankwise._internals.batches import first_sequences, to_device
+from rankwise._internals.forward import device_of
 from rankwise._internals.records import grouped
 from rankwise.compression.heads_find import (
     HeadProjections,
@@ -18,7 +19,13 @@ from rankwise.compression.heads_find import (
 from rankwise.compression.records import HeadWidth
 from rankwise.compression.trials import Job, Solution
 from rankwise.errors import CompressionError
-from rankwise.importance import Importance, ImportanceSettings, ablation_cost, measure, sort_by_cost
+from rankwise.importance import (
+    Importance,
+    ImportanceSettings,
+    ablation_cost,
+    measure_importance,
+    sort_by_cost,
+)
 from rankwise.tracing import Address
 
 ROUNDS = 4
@@ -138,7 +145,7 @@ def _importance(job: Job, layers: list[HeadProjections], plan: Plan, **settings:
     """Measure importance with the heads of a plan set to zero."""
     chosen, group = ImportanceSettings(seed=job.seed, **settings), _by_unit(layers, plan)
     with zeroed(job.model, layers, plan):
-        return measure(job.model, job.batches, chosen, group=group, on_progress=job.on_step)
+        return measure_importance(job.model, job.batches, chosen, group=group, on_progress=job.on_step)
 
 
 def _by_unit(layers: list[HeadProjections], plan: Plan) -> Any:

@@ -42,7 +42,7 @@ class LatentLayer(BaseModel, extra="forbid"):
     heads: int
     """Key heads."""
     key_channels: Runs
-    """Output channels of `key`, head by head, as (first, count); without the channels narrowing removed."""
+    """Output channels of `key`, head by head, as (first, count); without channels that ``width`` removed."""
     value_channels: Runs
     rank: int = Field(ge=1)
     """Width of the latent."""
@@ -152,7 +152,7 @@ class LatentState:
         return keys, values * layer.value_factor if layer.value_factor != 1 else values
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies of a model drop the tensors of the call."""
+        """Return the state for copies of the model, without the tensors of a call."""
         return {**vars(self), "in_call": False, "positions": None, "tokens": None, "latent": None}
 
 

@@ -19,7 +19,8 @@ from jaxtyping import Float64
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rankwise._internals.forward import AddedHook, Change, device_of, run_model, to_device
+from rankwise._internals.batches import to_device
+from rankwise._internals.forward import AddedHook, Change, device_of, run_model
 from rankwise._internals.linalg import as_float64
 from rankwise.compression.kv_find import layer_weight
 from rankwise.compression.kv_modules import LatentLayer, latent_change

@@ -24,7 +24,7 @@ class HeadWidth(Record):
     kl: Number
     """KL(M‖M′) in nats, mean over rows of these heads, closed form, calibration data; NaN if removed."""
     kl_calibrated: Number
-    """The same after calibration; equal to ``kl`` without calibration."""
+    """``kl`` after calibration; equal to ``kl`` without calibration."""
 
 
 class BudgetPoint(Record):

@@ -9,17 +9,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from rankwise._internals.batches import batch_size, each_batch, to_device
 from rankwise._internals.forward import (
     batch_errors,
-    batch_size,
     config_value,
     device_of,
-    each_batch,
     eval_mode,
     out_of_memory,
     preserve_random_state,
     run_model,
-    to_device,
 )
 from rankwise._internals.statistics import mean
 from rankwise.auditing.error_hints import fix_hint

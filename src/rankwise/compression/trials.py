@@ -13,7 +13,8 @@ import torch
 from jaxtyping import Bool, Float64
 from torch import Tensor, nn
 
-from rankwise._internals.forward import Change, device_of, first_sequences, run_model, tensors_in, to_device
+from rankwise._internals.batches import first_sequences, tensors_in, to_device
+from rankwise._internals.forward import Change, device_of, run_model
 from rankwise._internals.linalg import as_float64
 from rankwise.compression.records import BudgetCurve, HeadWidth, LatentRank
 from rankwise.errors import CompressionError

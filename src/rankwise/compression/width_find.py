@@ -10,7 +10,8 @@ import torch
 from jaxtyping import Bool, Float, Float64
 from torch import Tensor, nn
 
-from rankwise._internals.forward import Change, device_of, run_model, to_device
+from rankwise._internals.batches import to_device
+from rankwise._internals.forward import Change, device_of, run_model
 from rankwise._internals.linalg import as_float64
 from rankwise._internals.rotary import PairRotation, fit_rotation
 from rankwise.compression.trials import Step, check_tokens, keep_passing

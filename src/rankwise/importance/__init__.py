@@ -2,10 +2,10 @@
 
 from typing import TYPE_CHECKING
 
-from rankwise._internals.lazy import lazy_names
+from rankwise._internals import lazy_names
 
 if TYPE_CHECKING:
-    from rankwise.importance.ablation import AblationCost, ablation_cost, measure, sort_by_cost
+    from rankwise.importance.ablation import AblationCost, ablation_cost, measure_importance, sort_by_cost
     from rankwise.importance.gated_passes import NotDifferentiableError
     from rankwise.importance.records import Importance
     from rankwise.importance.settings import LOSSES, ImportanceSettings
@@ -17,7 +17,7 @@ __all__ = [
     "ImportanceSettings",
     "NotDifferentiableError",
     "ablation_cost",
-    "measure",
+    "measure_importance",
     "sort_by_cost",
 ]
 

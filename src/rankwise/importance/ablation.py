@@ -9,14 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from rankwise._internals.forward import (
-    Batch,
-    device_of,
-    drop_unused_labels,
-    each_batch,
-    run_model,
-    to_device,
-)
+from rankwise._internals.batches import Batch, drop_unused_labels, each_batch, to_device
+from rankwise._internals.forward import device_of, run_model
 from rankwise._internals.statistics import spearman
 from rankwise.errors import InputError
 from rankwise.importance.gated_passes import GatedPasses, NotDifferentiableError, quoted
@@ -52,7 +46,7 @@ class AblationCost(NamedTuple):
     """Cost divided by the reference (usually the loss of the whole model); NaN if the reference is 0."""
 
 
-def measure(
+def measure_importance(
     model: nn.Module,
     batches: Iterable[Batch],
     settings: ImportanceSettings | None = None,
@@ -67,18 +61,17 @@ def measure(
 
     Formula: the output M V of head h is multiplied by a gate ξ_h = 1; with ``ablation="mean"`` it becomes
     ξ M V + (1 − ξ) m, where m is the mean output. The loss is L = Σ S_i / N, with S_i the summed loss of all
-    tokens of sequence i and N the number of tokens of all sequences. Gradient: ∂L/∂ξ_h.
-    First order: Σ_i |∂S_i/∂ξ_h| / N (Michel et al.). Fisher: ½ Σ_i (∂S_i/∂ξ_h)² / N.
-    Curvature: ½ J_hᵀ (diag p − p pᵀ) J_h / N, with J_h the derivative of the logits by ξ_h and p the
-    predictions, or ‖J_h‖² / ‖Y‖² for states Y, estimated by random projections. Removal takes ξ_h from 1 to 0
-    and costs ``curvature − gradient`` to second order. The gradient is 0 if the loss measures the change of
-    the output.
+    tokens of sequence i and N the number of tokens of all sequences. Removal takes ξ_h from 1 to 0 and costs
+    ``curvature − ∂L/∂ξ_h`` to second order. Curvature: ½ J_hᵀ (diag p − p pᵀ) J_h / N, with J_h the
+    derivative of the logits by ξ_h and p the predictions, or ‖J_h‖² / ‖Y‖² for states Y, estimated by random
+    projections. Without projections, half of the empirical Fisher information replaces it. ∂L/∂ξ_h is 0 if
+    the loss measures the change of the output.
     Range: costs have the unit of the loss; below 0 the model is better without the head.
     Cost: one forward pass of the first batch; per batch one forward pass, which is all that the loss alone
     needs, and ``1 + probes`` backward passes for all heads together. Exact costs need one forward pass per
     head and block. The removable set needs about log2 of the number of heads, and at most 16 more.
-    Source: Michel, Levy, Neubig, "Are Sixteen Heads Really Better than One?", 2019; second order as LeCun,
-    Denker, Solla, "Optimal Brain Damage", 1990.
+    Source: gates as in Michel, Levy, Neubig, "Are Sixteen Heads Really Better than One?", 2019; second order
+    as in LeCun, Denker, Solla, "Optimal Brain Damage", 1990.
 
     Args:
         model: any `torch.nn.Module`; its weights are not changed, and all hooks are removed.
@@ -97,8 +90,8 @@ def measure(
     Examples:
         >>> import torch
         >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
-        >>> found = measure(layer, [torch.randn(2, 5, 8)], ImportanceSettings(exact=True))
-        >>> found.record.loss, len(found.heads)
+        >>> importance = measure_importance(layer, [torch.randn(2, 5, 8)], ImportanceSettings(exact=True))
+        >>> importance.record.loss, len(importance.heads)
         ('relative squared change of the output', 2)
     """
     settings, every = settings or ImportanceSettings(), list(each_batch(batches))
@@ -110,7 +103,8 @@ def measure(
         expected = "a language model, or `labels` in the batches"
         fix = "Add labels, leave the loss out, or say that the model predicts the next token: loss 'causal'."
         raise InputError("the loss", expected=expected, got=f"only the {passes.loss.name}", fix=fix)
-    notes = [note for note in (TRAINING * model.training, passes.loss.note) if note]
+    notes = [TRAINING] if model.training else []
+    notes += [passes.loss.note] if passes.loss.note else []
     try:
         passes.whole(placed, gradients=settings.estimates)
     except NotDifferentiableError as error:
@@ -123,13 +117,13 @@ def measure(
     if passes.empty:
         empty = f"{passes.empty} of {passes.sequences} sequences have no label to predict and do not count"
         notes.append(f"{empty}: one token, or labels of {IGNORE_INDEX} alone")
-    found, known_blocks = _estimates(passes, placed, notes) if has_costs else ({}, {})
+    costs, costs_of_blocks = _estimates(passes, placed, notes) if has_costs else ({}, {})
     removable, complete = None, True
     try:
         if settings.exact:
-            _remove_each(passes, heads, found, known_blocks)
+            _remove_each(passes, heads, costs, costs_of_blocks)
         if settings.tolerance is not None:
-            removable = _search(passes, found, group, notes)
+            removable = _search(passes, costs, group, notes)
     except KeyboardInterrupt:
         complete = False
         notes.append("interrupted from the keyboard: not all removals were run")
@@ -140,19 +134,21 @@ def measure(
         reference=passes.reference,
         reference_name=passes.loss.reference,
         sequences=passes.sequences,
-        nonfinite=passes.nonfinite,
+        nonfinite_sequences=passes.nonfinite_sequences,
         counted=passes.count,
         ablation=settings.ablation,
         probes=passes.probes if settings.estimates else 0,
         seed=settings.seed,
-        spearman=spearman([x.estimate for x in found.values()], [x.exact for x in found.values()]),
-        blocks=[*known_blocks.values()],
+        spearman=spearman(
+            [cost.estimate for cost in costs.values()], [cost.exact for cost in costs.values()]
+        ),
+        blocks=[*costs_of_blocks.values()],
         removable=removable,
         forward=passes.forward,
         backward=passes.backward,
         notes=notes,
     )
-    return Importance(record, found, complete)
+    return Importance(record, costs, complete)
 
 
 def ablation_cost(
@@ -168,14 +164,15 @@ def ablation_cost(
 
     Cost: two forward passes per batch, one more of the first batch, and one more per batch for means.
 
-    Arguments are as in `measure`; use other batches to check the choice of heads. ``heads`` are addresses, as
-    in the removable set. Raise `InputError` if the model has no such head, or as in `measure`.
+    Arguments are as in `measure_importance`. Use other batches to check the choice of heads. ``heads`` are
+    addresses, as in the removable set. Raise `InputError` if the model has no such head, or as in
+    `measure_importance`.
 
     Examples:
         >>> import torch
         >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
         >>> batches = [torch.randn(2, 5, 8)]
-        >>> ablation_cost(layer, batches, [*measure(layer, batches).heads][1:]).cost > 0
+        >>> ablation_cost(layer, batches, [*measure_importance(layer, batches).heads][1:]).cost > 0
         True
     """
     capturing: dict[str, Any] = {"sites": sites, "blocks": blocks}
@@ -195,18 +192,18 @@ def sort_by_cost(
     Groups with a head of unknown cost are left out. ``exact`` sorts by exact costs, otherwise by estimates.
 
     Examples:
-        >>> known = {Address(head=at): HeadImportance(exact=cost) for at, cost in enumerate([0.3, 0.1])}
-        >>> [[head.head for head in heads] for heads in sort_by_cost(known, exact=True)]
+        >>> heads = {Address(head=head): HeadImportance(exact=cost) for head, cost in enumerate([0.3, 0.1])}
+        >>> [[address.head for address in group] for group in sort_by_cost(heads, exact=True)]
         [[1], [0]]
     """
     members: dict[Hashable, list[Address]] = {}
     costs: dict[Hashable, float] = {}
-    for head, known in heads.items():
+    for head, importance in heads.items():
         key = head if group is None else group(head)
         if key is not None:
-            cost = known.exact if exact else known.estimate
+            cost = importance.exact if exact else importance.estimate
             members.setdefault(key, []).append(head)
-            costs[key] = costs.get(key, 0.0) + (math.nan if known.why_not else cost)
+            costs[key] = costs.get(key, 0.0) + (math.nan if importance.why_not else cost)
     keys = [key for key, cost in costs.items() if not math.isnan(cost)]
     keys.sort(key=lambda key: (costs[key], [head.sort_key for head in members[key]]))
     return [members[key] for key in keys]
@@ -242,18 +239,18 @@ def _estimates(
     passes: GatedPasses, placed: Mapping[str, tuple[str, int]], notes: list[str]
 ) -> tuple[dict[Address, HeadImportance], dict[str, BlockImportance]]:
     """Return the estimates of all heads and all blocks (by name); add a note on mixers without estimates."""
-    found: dict[Address, HeadImportance] = {}
+    heads: dict[Address, HeadImportance] = {}
     blocks: dict[str, BlockImportance] = {}
     settings, unreached = passes.settings, list[str]()
-    for mixer, heads in dict(passes.mixers.values()).items():
-        estimates = passes.estimates(passes.heads.get(mixer), heads)
+    for mixer, count in dict(passes.mixers.values()).items():
+        estimates = passes.estimates(passes.heads.get(mixer), count)
         if settings.estimates and not any(estimates):
             unreached.append(mixer.site)
         why_not = "" if settings.exact or any(estimates) else UNREACHED
         for head, fields in enumerate(estimates):
-            found[mixer.at(head)] = HeadImportance(why_not=why_not, **fields)
-    for mixer, heads in passes.ungated:
-        found |= {mixer.at(head): HeadImportance(why_not=UNGATED) for head in range(heads)}
+            heads[mixer.at(head)] = HeadImportance(why_not=why_not, **fields)
+    for mixer, count in passes.ungated:
+        heads |= {mixer.at(head): HeadImportance(why_not=UNGATED) for head in range(count)}
     if unreached:
         notes.append(f"no estimates of {quoted(unreached)}: {UNREACHED.removesuffix(' it')} them")
     for name, (stack, layer) in placed.items():
@@ -261,7 +258,7 @@ def _estimates(
         (fields,) = passes.estimates(sums, 1)
         why_not = UNREACHED if settings.estimates and (sums is None or sums.unreached) else ""
         blocks[name] = BlockImportance(stack=stack, layer=layer, site=name, why_not=why_not, **fields)
-    return found, blocks
+    return heads, blocks
 
 
 def _remove_each(
@@ -315,16 +312,16 @@ def _search(
     fits, spent, fails = 0, 0.0, len(groups) + 1
     while fails - fits > 1:
         middle = (fits + fails) // 2
-        found = cost(groups[:middle])
-        if found <= limit:  # NaN never fits
-            fits, spent = middle, found
+        joint = cost(groups[:middle])
+        if joint <= limit:  # NaN never fits
+            fits, spent = middle, joint
         else:
             fails = middle
     removed = groups[:fits]
     for unit in groups[fits + 1 : fits + 1 + MORE_TRIES]:
-        found = cost([*removed, unit])
-        if found <= limit:
-            removed, spent = [*removed, unit], found
+        joint = cost([*removed, unit])
+        if joint <= limit:
+            removed, spent = [*removed, unit], joint
     return RemovableSet(
         heads=[*chain(*removed)],
         tolerance=tolerance,

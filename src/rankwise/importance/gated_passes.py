@@ -9,7 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rankwise._internals.forward import batch_size, device_of, run_model, to_device
+from rankwise._internals.batches import batch_size, to_device
+from rankwise._internals.forward import device_of, run_model
 from rankwise._internals.linalg import as_float64
 from rankwise.errors import InputError, RankwiseError, first_line
 from rankwise.importance.losses import IGNORE_INDEX, Loss, LossBatch, SequenceLosses
@@ -56,24 +57,24 @@ def quoted(sites: Sequence[str]) -> str:
 
 
 class UnitGate(torch.autograd.Function):
-    """Autograd function ξ·part + (values − part) at ξ = 1: the forward pass returns the values bit by bit.
+    """Autograd function ξ·gated + (values − gated) at ξ = 1: the forward pass returns the values bit by bit.
 
-    The gradient of ξ is the sum of (gradient · part) over the axes that ξ does not have.
+    The gradient of ξ is the sum of (gradient · gated) over the axes that ξ does not have.
     """
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, values: Tensor, part: Tensor) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, values: Tensor, gated: Tensor) -> Tensor:
         """Return a copy of the values."""
-        ctx.save_for_backward(part)
+        ctx.save_for_backward(gated)
         ctx.axes = gate.dim()
         return values.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         """Return the gradients of ξ and of the values."""
-        (part,), (gradient,) = ctx.saved_tensors, gradients
+        (gated,), (gradient,) = ctx.saved_tensors, gradients
         wide = torch.promote_types(gradient.dtype, torch.float32)
-        product = gradient.to(wide) * part.to(wide)
+        product = gradient.to(wide) * gated.to(wide)
         return product.flatten(ctx.axes).sum(-1), gradient, None
 
 
@@ -93,16 +94,17 @@ class Gates(Intervention):
         values = heads.values
         gate = _ones(values, values.shape[:2])
         self.of_heads[heads.call_id] = gate
-        part = values.detach()
+        gated = values.detach()
         if self._means:
-            part = part - self._means[heads.call_id].to(part)[:, None]
-        return UnitGate.apply(gate, values, part)
+            gated = gated - self._means[heads.call_id].to(gated)[:, None]
+        return UnitGate.apply(gate, values, gated)
 
     def on_block(self, block: BlockOutput) -> Tensor:
         """Return the block's output, unchanged but with a gate on the update (output minus input)."""
         output = block.output
         # the batch may be axis 0 or 1; if neither has the size of the batch, the block gets one gate
-        axis = next((at for at in (0, 1) if output.dim() > 2 and output.shape[at] == self._sequences), None)
+        axes = (axis for axis in (0, 1) if output.dim() > 2 and output.shape[axis] == self._sequences)
+        axis = next(axes, None)
         gate = _ones(output, (1 if axis is None else self._sequences,))
         self.of_blocks[block.call_id] = gate
         update = (output - block.input).detach()
@@ -131,7 +133,9 @@ class MeanRecorder(Intervention):
 
     def mean(self, key: CallId, mixers: Mapping[CallId, Address]) -> Tensor:
         """Return the mean outputs (H, V) of a mixer call and of the calls with the same address."""
-        runs = [self.sums[one] for one in self.sums if one == key or mixers.get(one) == mixers.get(key, "")]
+        runs = [
+            sums for call, sums in self.sums.items() if call == key or mixers.get(call) == mixers.get(key, "")
+        ]
         return torch.stack([summed for summed, _ in runs]).sum(0) / max(sum(count for _, count in runs), 1)
 
 
@@ -183,13 +187,13 @@ def graph_nodes(*starts, around=None):
 
 
 class GateSums:
-    """Sums over sequences, per gate: gradients, their absolute values and squares, and squares for probes.
+    """Per gate, sums over sequences of the gradient, its square, and the squared gradient of projections.
 
-    A probe is a random projection of the output; its gradient by each gate is squared.
+    A projection (probe) multiplies the output by a random vector.
     """
 
     def __init__(self, gates: int) -> None:
-        self.gradient, self.absolute, self.squares, self.curvature = np.zeros((4, gates))
+        self.gradient, self.squares, self.curvature = np.zeros((3, gates))
         self.unreached = False
         """True if no gradient or an incomplete gradient reached the gates."""
 
@@ -200,7 +204,6 @@ class GateSums:
             self.curvature += squares / probes
             return
         self.gradient += rows.sum(0)
-        self.absolute += np.abs(rows).sum(0)
         self.squares += squares
 
 
@@ -224,7 +227,7 @@ class GatedPasses:
         self.settings, self._capturing, self._device = settings, dict(capturing), device_of(model)
         self.value = self.reference = math.nan
         self.count = self._total = self._reference_sum = 0.0
-        self.sequences = self.nonfinite = self.empty = self.forward = self.backward = 0
+        self.sequences = self.nonfinite_sequences = self.empty = self.forward = self.backward = 0
         self.mixers: dict[CallId, tuple[Address, int]] = {}
         """Address and number of heads of each mixer call that has gates; runs of a stack share addresses."""
         self.ungated: dict[tuple[Address, int], None] = {}
@@ -254,19 +257,19 @@ class GatedPasses:
             self._run_gated(batch, blocks, generator, gradients)
         if not self.count:
             got, fix = "nothing to predict", f"Use longer sequences, or labels other than {IGNORE_INDEX}."
-            if self.nonfinite:
-                got = f"{self.nonfinite} that are not finite"
+            if self.nonfinite_sequences:
+                got = f"{self.nonfinite_sequences} that are not finite"
                 fix = "Look for NaN in the outputs of the model: float16 overflows, float32 may not."
             expected = "a finite number for at least one sequence"
             raise InputError(f"loss {self.loss.name!r}", expected=expected, got=got, fix=fix)
         self.value = self._total / self.count
-        own = self.loss.reference == Loss.reference
-        self.reference = abs(self.value) if own else self._reference_sum / self.count
+        by_loss = self.loss.reference == Loss.reference
+        self.reference = abs(self.value) if by_loss else self._reference_sum / self.count
         if not gradients:
             return
         for mixer, sums in self.heads.items():
             # if all gradients are exactly 0, they are valid only if removal does not change the loss
-            if not (sums.unreached or sums.absolute.any() or sums.curvature.any()):
+            if not (sums.unreached or sums.squares.any() or sums.curvature.any()):
                 removed = self.by_call(mixer.at(head) for head in range(len(sums.gradient)))
                 sums.unreached = self.without(removed)[0] != self.value
         unreached = [mixer.site for mixer, sums in self.heads.items() if sums.unreached]
@@ -278,18 +281,16 @@ class GatedPasses:
         self, batch: LossBatch, blocks: Iterable[str], generator: torch.Generator, gradients: bool
     ) -> None:
         """Run one batch with gates; add its losses, gradients and mixers to the sums."""
-        gates, found = (
-            Gates(blocks, batch_size(batch.batch), self._means),
-            dict[CallId, tuple[Address, int]](),
-        )
+        gates = Gates(blocks, batch_size(batch.batch), self._means)
+        mixers: dict[CallId, tuple[Address, int]] = {}
 
         def note(site: CapturedMixer) -> None:
-            found[site.call_id] = site.address(), site.operator.shape[-3]
+            mixers[site.call_id] = site.address(), site.operator.shape[-3]
 
         try:
             with torch.set_grad_enabled(gradients):  # gradients, even inside torch.no_grad
                 output = self._run(batch, gates, note)
-                for key, mixer in found.items():
+                for key, mixer in mixers.items():
                     gate = gates.of_heads.get(key)
                     if gate is None or gate.shape[1] != mixer[1]:
                         self.ungated[mixer] = None
@@ -305,7 +306,7 @@ class GatedPasses:
             raise NotDifferentiableError(self.model, first_line(error)) from error
         total, finite = losses.total.detach(), losses.finite
         self.sequences += len(finite)
-        self.nonfinite += int((~total.isfinite()).sum())
+        self.nonfinite_sequences += int((~total.isfinite()).sum())
         self.empty += int((losses.count == 0).sum())
         self._finite.append(finite)
         self.count += float(losses.count[finite].sum())
@@ -353,18 +354,16 @@ class GatedPasses:
         """Return the estimates per gate as fields of `HeadImportance`; empty dicts without gradients."""
         if sums is None or sums.unreached:
             return [{} for _ in range(gates)]
-        if self.loss.compares_outputs:  # the loss has its minimum, 0, at ξ = 1
-            found: dict[str, Floats] = {"gradient": np.zeros(gates)}
-        else:
-            found = {
-                "gradient": sums.gradient / self.count,
-                "first_order": sums.absolute / self.count,
-                "fisher": 0.5 * sums.squares / self.count,
-            }
         if self.probes:
-            found["curvature"] = self.loss.half * sums.curvature / self.count
-        found["estimate"] = found.get("curvature", found.get("fisher", math.nan)) - found["gradient"]
-        return [{name: float(values[gate]) for name, values in found.items()} for gate in range(gates)]
+            curvature = self.loss.half * sums.curvature / self.count
+        elif self.loss.compares_outputs:
+            curvature = np.full(gates, math.nan)
+        else:
+            curvature = 0.5 * sums.squares / self.count
+        estimate = curvature - sums.gradient / self.count
+        return [
+            {"curvature": float(curvature[gate]), "estimate": float(estimate[gate])} for gate in range(gates)
+        ]
 
     def by_call(self, heads: Iterable[Address]) -> dict[CallId, list[int]]:
         """Return head indices grouped by mixer call; raise if the model has no such head with a gate."""

@@ -8,17 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rankwise._internals.forward import (
-    LABELS,
-    Batch,
-    config_value,
-    device_of,
-    drop_unused_labels,
-    eval_mode,
-    label_position,
-    run_model,
-    to_device,
-)
+from rankwise._internals.batches import LABELS, Batch, drop_unused_labels, label_position, to_device
+from rankwise._internals.forward import config_value, device_of, eval_mode, run_model
 from rankwise.errors import InputError
 from rankwise.importance.losses import (
     IGNORE_INDEX,

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from rankwise._internals.forward import Batch, tensors_of
+from rankwise._internals.batches import Batch, tensors_of
 from rankwise._internals.linalg import as_float64
 from rankwise.errors import InputError
 
@@ -225,7 +225,7 @@ class LabelLoss(Loss):
     def logits_and_labels(
         self, output: Any, batch: LossBatch
     ) -> tuple[Float[Tensor, "B T V"], Int[Tensor, "B C"]]:
-        """Return the logits of an output and the labels of its first C positions."""
+        """Return the logits and the labels of a batch, with one label per row for classifiers."""
         logits, labels = _token_logits(output), self.labels(batch)
         assert labels is not None
         labels = (labels[:, None] if labels.dim() == 1 else labels).to(logits.device)
@@ -256,9 +256,9 @@ class DivergenceLoss(Loss):
 
     def read(self, output: Any, batch: LossBatch) -> SequenceLosses:
         """Return sums of divergences and entropies over the real tokens of each sequence."""
-        ours = _token_logits(output)
-        real = real_outputs(output, batch.batch, ours)
-        both = _by_tokens(_divergence, ours, batch.reference_output)
+        logits = _token_logits(output)
+        real = real_outputs(output, batch.batch, logits)
+        both = _by_tokens(_divergence, logits, batch.reference_output)
         sums = as_float64(torch.where(real[..., None], both, 0.0)).sum(1)
         return SequenceLosses(sums[:, 0], as_float64(real.sum(1)), sums[:, 1].detach())
 
@@ -299,7 +299,10 @@ class StateLoss(Loss):
 
     @staticmethod
     def _outputs(output: Any, batch: LossBatch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the output, the whole model's output, a mask (1 at real tokens), and squared norms (B,)."""
+        """Return the output of this pass, the output of the unchanged model, a mask and squared norms (B,).
+
+        The mask is 1 at real tokens.
+        """
         ours = as_float64(first_floating(output))
         whole = as_float64(batch.reference_output)
         real = torch.ones_like(whole[..., :1])
@@ -345,11 +348,11 @@ def _by_tokens(function: Callable[..., Tensor], *values: Tensor) -> Tensor:
     Softmax over a large vocabulary otherwise holds several times the memory of the logits.
     """
     step = max(1, CHUNK // (values[0].shape[0] * values[0].shape[2]))
-    parts = [*zip(*(value.split(step, 1) for value in values), strict=True)]
-    if len(parts) == 1:
+    chunks = [*zip(*(value.split(step, 1) for value in values), strict=True)]
+    if len(chunks) == 1:
         return function(*values)
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-    return torch.cat([checkpoint(function, *part, **options) for part in parts], 1)
+    return torch.cat([checkpoint(function, *chunk, **options) for chunk in chunks], 1)
 
 
 def _cross_entropy(logits: Float[Tensor, "B T V"], labels: Int[Tensor, "B T"]) -> Float[Tensor, "B T"]:
@@ -379,10 +382,10 @@ def _fisher_projection(
     del drawn
     step = max(1, CHUNK // (sequences * classes))
     for start in range(0, tokens, step):  # in place, because each copy has the size of the logits
-        at = slice(start, min(start + step, tokens))
-        shares = logits[:, at].detach().softmax(-1)
-        z = u[:, at].mul_(shares.sqrt())
-        z.sub_(shares * z.sum(-1, keepdim=True)).masked_fill_(~counts[:, at, None], 0)
+        chunk = slice(start, min(start + step, tokens))
+        shares = logits[:, chunk].detach().softmax(-1)
+        z = u[:, chunk].mul_(shares.sqrt())
+        z.sub_(shares * z.sum(-1, keepdim=True)).masked_fill_(~counts[:, chunk, None], 0)
     rows = (u * logits).sum(-1)[:, :tokens]
     return rows.masked_fill(~counts, 0).sum(1)
 

@@ -13,28 +13,24 @@ from rankwise._internals.statistics import spearman
 from rankwise.errors import RecordError
 
 SETTINGS = ("loss", "unit", "reference_name", "ablation", "probes", "seed")
-SUMS = ("sequences", "nonfinite", "counted", "forward", "backward")
+SUMS = ("sequences", "nonfinite_sequences", "counted", "forward", "backward")
 MORE_TRIES = 16
 """Number of heads that are tried one by one after the first head that exceeds the tolerance."""
 NOT_SEARCHED = "which heads can go together is not known of merged audits: that takes runs on all of the data"
 
 
 class HeadImportance(Record):
-    """Increase of the model's loss if a head is removed, in the unit of the loss, estimated and exact.
+    """Increase of the model's loss if a head is removed, in the unit of the loss.
 
-    A number is NaN if it is unknown. Below 0 the model is better without the head.
+    A number is NaN if it is unknown. Below 0, the model is better without the head.
     """
 
-    gradient: Number = math.nan
-    """∂L/∂ξ of a gate (factor) ξ = 1 on the head's output; 0 if the loss measures change of the output."""
-    first_order: Number = math.nan
-    """Σ_i |∂S_i/∂ξ| / N, with S_i the summed loss of sequence i, N tokens or labels (Michel et al., 2019)."""
-    fisher: Number = math.nan
-    """½ Σ_i (∂S_i/∂ξ)² / N, half of the empirical Fisher information of the gate ξ, per token."""
     curvature: Number = math.nan
-    """½ ∂²L/∂ξ², a Gauss–Newton estimate from random projections of the output."""
+    """½ ∂²L/∂ξ² for a gate (factor) ξ = 1 on the head's output: a Gauss–Newton estimate from random
+    projections of the output. Without projections: half of the empirical Fisher information, ½ Σ_i
+    (∂S_i/∂ξ)² / N, with S_i the summed loss of sequence i, and N tokens or labels."""
     estimate: Number = math.nan
-    """Estimated cost of removal, to second order: curvature (fisher without projections) − gradient."""
+    """Estimated cost of removal, to second order: curvature − ∂L/∂ξ."""
     exact: Number = math.nan
     """Exact cost of removal, by a run without the head."""
     cosine: Number = math.nan
@@ -86,12 +82,12 @@ class ImportanceRecord(Record):
     unit: str
     value: Number
     """Loss of the whole model; 0 if the loss measures the change of the output."""
-    reference: Number = math.nan
-    """Number by which costs are divided. NaN in older files means the loss, or 1 if the loss is 0."""
+    reference: Number
+    """Number by which costs are divided: the loss, an entropy or a squared norm."""
     reference_name: str = "the loss"
     """Name of the reference: the loss, the entropy of predictions, or the squared norm of the output."""
     sequences: Count
-    nonfinite: Count = 0
+    nonfinite_sequences: Count = 0
     """Number of sequences that were left out because their loss is not finite."""
     counted: Number
     """Number of tokens, labels or sequences that the loss is averaged over."""
@@ -116,8 +112,7 @@ class ImportanceRecord(Record):
 
     def share(self, cost: float) -> float:
         """Return a cost divided by the reference; NaN if the reference is 0."""
-        reference = self.reference if math.isfinite(self.reference) else abs(self.value) or 1.0
-        return cost / reference if reference else math.nan
+        return cost / self.reference if self.reference else math.nan
 
 
 I = TypeVar("I", bound=HeadImportance)
@@ -133,9 +128,9 @@ class Importance:
     """False if Ctrl-C stopped the removals."""
 
     def merge(self, other: "Importance") -> None:
-        """Merge importance on other sequences: costs become means over all tokens; removable set: None.
+        """Merge costs from other sequences: they become means over all tokens.
 
-        Raise `RecordError` if the two were measured with different settings.
+        The removable set becomes None. Raise `RecordError` if the settings of the two differ.
         """
         first, second = self.record, other.record
         for name in SETTINGS:
@@ -152,12 +147,18 @@ class Importance:
         shares = dict.fromkeys(HeadImportance.model_fields, tokens) | {"cosine": sequences}
         del shares["why_not"]
 
-        def joined(one: I, two: I) -> I:
-            means = {at: _mean(getattr(one, at), getattr(two, at), share) for at, share in shares.items()}
-            why_not = min((part.why_not for part in (one, two) if part.why_not), default="")
-            return one.model_copy(update=means | {"why_not": why_not})
+        def joined(old: I, new: I) -> I:
+            means = {
+                name: _mean(getattr(old, name), getattr(new, name), share) for name, share in shares.items()
+            }
+            why_not = min((importance.why_not for importance in (old, new) if importance.why_not), default="")
+            return old.model_copy(update=means | {"why_not": why_not})
 
-        self.heads = {at: joined(self.heads[at], one) for at, one in other.heads.items() if at in self.heads}
+        self.heads = {
+            address: joined(self.heads[address], head)
+            for address, head in other.heads.items()
+            if address in self.heads
+        }
         blocks, more = (
             {(block.stack, block.layer, block.site): block for block in record.blocks}
             for record in (first, second)
@@ -171,10 +172,10 @@ class Importance:
             | {
                 "value": value,
                 "reference": abs(value) if first.reference_name == "the loss" else reference,
-                "blocks": [joined(block, more[at]) for at, block in blocks.items() if at in more],
+                "blocks": [joined(block, more[key]) for key, block in blocks.items() if key in more],
                 "removable": None,
-                "notes": [*dict.fromkeys(notes), *[NOT_SEARCHED] * bool(self.heads)],
-                "spearman": spearman([x.estimate for x in heads], [x.exact for x in heads]),
+                "notes": [*dict.fromkeys(notes), *([NOT_SEARCHED] if self.heads else [])],
+                "spearman": spearman([head.estimate for head in heads], [head.exact for head in heads]),
             }
         )
 
@@ -210,15 +211,15 @@ def agreement(importances: Iterable[HeadImportance | None]) -> Agreement | None:
         >>> str(agreement(HeadImportance(estimate=estimate, exact=exact) for estimate, exact in both))
         'Spearman 1.00; estimate over exact 0.50 at the median, 0.25 at the costliest'
     """
-    known = [(one.estimate, one.exact) for one in importances if one is not None]
-    known = [pair for pair in known if all(map(math.isfinite, pair))]
-    if len(known) < 3:
+    pairs = [(head.estimate, head.exact) for head in importances if head is not None]
+    pairs = [pair for pair in pairs if all(map(math.isfinite, pair))]
+    if len(pairs) < 3:
         return None
-    ratios = [estimate / exact for estimate, exact in known if exact > 0]
-    estimate, exact = max(known, key=lambda pair: pair[1])
+    ratios = [estimate / exact for estimate, exact in pairs if exact > 0]
+    estimate, exact = max(pairs, key=lambda pair: pair[1])
     return Agreement(
-        count=len(known),
-        spearman=spearman([estimate for estimate, _ in known], [exact for _, exact in known]),
+        count=len(pairs),
+        spearman=spearman([estimate for estimate, _ in pairs], [exact for _, exact in pairs]),
         median=median(ratios) if ratios else math.nan,
         costliest=estimate / exact if exact > 0 else math.nan,
     )

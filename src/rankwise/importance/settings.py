@@ -15,7 +15,7 @@ ABLATIONS: tuple[Ablation, ...] = get_args(Ablation)
 
 @dataclass(frozen=True, kw_only=True)
 class ImportanceSettings:
-    """Settings of `rankwise.importance.measure`.
+    """Settings of `rankwise.importance.measure_importance`.
 
     With ``estimates=False``, and not ``exact``, the loss alone is measured, without costs of removal.
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
+from rankwise._internals.batches import Batch, tensors_of
 from rankwise._internals.files import writable_folder, write_file
-from rankwise._internals.forward import Batch, tensors_of
 from rankwise.auditing import Audit
 from rankwise.auditing.history import History
 from rankwise.errors import InputError, first_line

@@ -12,15 +12,13 @@ from typing import TYPE_CHECKING, Any, Unpack
 import torch
 from torch import Tensor, nn
 
+from rankwise._internals.batches import Batch, map_tensors, tensors_in
 from rankwise._internals.forward import (
-    Batch,
     device_of,
     eval_mode,
-    map_tensors,
     out_of_memory,
     overrides_train,
     preserve_random_state,
-    tensors_in,
 )
 from rankwise._internals.records import grouped
 from rankwise._internals.torch_private import preserve_state

@@ -2,12 +2,12 @@
 
 from typing import TYPE_CHECKING
 
-from rankwise._internals.lazy import lazy_names
+from rankwise._internals import lazy_names
 
 if TYPE_CHECKING:
     from rankwise.report.console import document_text, print_document
-    from rankwise.report.notebook import notebook_html, plot_depth, plot_heads
-    from rankwise.report.page import document_of, write_page
+    from rankwise.report.notebook import plot_depth, plot_heads
+    from rankwise.report.page import document_of, notebook_html, write_page
 
 __all__ = [
     "document_of",

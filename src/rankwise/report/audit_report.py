@@ -27,7 +27,7 @@ from rankwise.report.document import Document, Items, Section, Table, nonempty
 from rankwise.report.figures import depth_curves, has_room, map_layout, membership_maps, severity_signs
 from rankwise.report.finding_links import Target, common_notes, find_targets, finding_items, severities_of
 from rankwise.report.format import RANK, count, model_name, round_for_page
-from rankwise.report.head_columns import Column, head_columns, state_table
+from rankwise.report.head_columns import Column, head_columns
 from rankwise.report.head_details import opening_head, pack_attention_maps, pack_spectra
 from rankwise.report.heatmap_grid import Grid, grids_of
 
@@ -39,7 +39,8 @@ MOST_LAYERS, FEW_LAYERS = 16, 5
 """Maximum number of layers on the first screen, without and with errors."""
 COST = "removal_cost"
 _CONSOLE_HEADS = [measure for measure in HEAD_MEASURES if measure.console]
-_CONSOLE_STATES = [measure for measure in STATE_MEASURES if measure.console]
+_STATES = sorted(STATE_MEASURES, key=lambda measure: not measure.console)
+"""Measures of token states, those of the console first."""
 
 
 def audit_document(audit: Audit) -> Document:
@@ -68,7 +69,6 @@ def audit_document(audit: Audit) -> Document:
             "findings": [[finding.severity, finding.code, finding.meaning] for finding in audit.findings],
             "costs": _head_costs(audit),
             "scatter": scatter,
-            "states": state_table(audit.states),
             **_spectra(audit),
             **_maps(audit, flagged),
         }
@@ -188,14 +188,14 @@ def _hints(audit: Audit) -> list[str]:
     costs = "cost of removing it" if exact else "estimated cost of removing it (can be far too low)"
     columns = (
         (audit.heads, "attention rank 1.00 = full rank, as many independent patterns as tokens"),
-        (audit.baseline, "at initialization: of the same model untrained, on the same data"),
+        (audit.at_init, "at initialization: of the same model untrained, on the same data"),
         (any(head.random_rank >= 0 for head in audit.heads), "random heads: of random queries and keys"),
         (audit.states, "spread after the layer: token spread, 0 = all tokens are the same"),
         (has_costs, f"cheapest, costliest head: {costs}, as a share of {reference}"),
     )
     passes = 1 + len(audit.heads).bit_length() + MORE_TRIES
     options = (
-        (audit.baseline, "ranks at initialization", "--at-init", "baseline=True", "3 more audits"),
+        (audit.at_init, "ranks at initialization", "--at-init", "at_init=True", "3 more audits"),
         (
             *(has_costs, "costs of removing heads", "--importance", "importance=True"),
             f"≤ 9 backward, {passes} forward passes",
@@ -271,11 +271,11 @@ def _layer_number(measure: HeadMeasure, heads: Sequence[HeadRecord]) -> str:
 def _mean_rank_share(heads: Sequence[HeadRecord]) -> str:
     """Return the mean of rank/min(T, S) as text, or its range if estimates only bound some ranks."""
     rank = mean(map(RANK.value, heads))
-    if all(math.isfinite(RANK.value(head)) or not head.estimated for head in heads):
-        return ("≈" if any(head.estimated for head in heads) else "") + format_number(rank, 2)
+    if all(math.isfinite(RANK.value(head)) or not head.estimated_sequences for head in heads):
+        return ("≈" if any(head.estimated_sequences for head in heads) else "") + format_number(rank, 2)
     if any(RANK.shown_field(head) != RANK.name for head in heads):
         return format_number(rank, 2)  # audits do not store bounds of a relative rank
-    ends = (mean(share(h.least_rank, h) for h in heads), mean(share(h.most_rank, h) for h in heads))
+    ends = (mean(share(h.rank_low, h) for h in heads), mean(share(h.rank_high, h) for h in heads))
     return "–".join(format_number(end, 2) for end in ends)
 
 
@@ -283,17 +283,17 @@ def _console_states(stack: str, records: Sequence[StateRecord]) -> Table:
     states = sorted(records, key=lambda state: state.blocks)
     return Table(
         f"{stack}, token states" if stack else "token states",
-        ["blocks\npassed", "tokens", *(measure.console for measure in _CONSOLE_STATES)],
+        ["blocks\npassed", "tokens", *(measure.console or measure.head.lower() for measure in _STATES)],
         [
             [
                 str(state.blocks),
                 format_number(state.tokens, 0),
-                *(measure.formatted(state) for measure in _CONSOLE_STATES),
+                *(measure.formatted(state) for measure in _STATES),
             ]
             for state in states
         ],
         facts="token spread μ/‖Y‖ of 0: all tokens the same",
-        redrawn=True,
+        console_columns=2 + sum(bool(measure.console) for measure in _STATES),
     )
 
 
@@ -301,12 +301,13 @@ def _origin(audit: Audit) -> list[tuple[str, str]]:
     about = audit.provenance
     parameters = f"{about.parameters:,}" if about.parameters else ""
     sequences = f"{about.sequences} in {count(about.batches, 'batch', 'batches')}"
-    initial = "" if audit.baseline is None else str(audit.baseline)
+    initial = "" if audit.at_init is None else str(audit.at_init)
     versions = ", ".join(f"{name} {version}" for name, version in about.versions.items())
     facts = [
         ("Model", about.model), ("Class", about.model_class), ("Revision", about.revision),
         ("Parameters", parameters), ("Data", about.data), ("Sequences", sequences),
-        ("Threshold δ", str(about.delta)), ("Method", about.method), ("Model's dtype", about.model_dtype),
+        ("Threshold δ", str(about.delta)), ("Method", about.rank_method),
+        ("Model's dtype", about.model_dtype),
         ("Measured in", about.measure_dtype), ("Device", about.device), ("Initialization", initial),
         ("Created", about.created), ("Complete", "yes" if audit.complete else "no"),
         ("Versions", versions), ("Command", about.command),
@@ -398,7 +399,7 @@ def _maps(audit: Audit, flagged: Sequence[int], room: int | None = None) -> dict
 
 def _spectra(audit: Audit, points: int = 64) -> dict[str, Any]:
     spectra = [head.spectrum for head in audit.heads]
-    initial = [[] if head.baseline is None else head.baseline.spectrum for head in audit.heads]
+    initial = [[] if head.at_init is None else head.at_init.spectrum for head in audit.heads]
     packed = pack_spectra(initial, points) if any(initial) else None
     return {"spectra": pack_spectra(spectra, points), "initial_spectra": packed}
 
@@ -429,7 +430,7 @@ def _head_data(heads: Sequence[HeadRecord], grids: Sequence[Grid]) -> Mapping[st
     """Return one list per property, with an entry per head; texts are indices into lists of unique texts."""
     homes = {index: number for number, grid in enumerate(grids) for index in grid.indices}
     plain = {"layer": "layer", "head": "head", "full_rank": "full_rank", "nearest": "nearest_head"}
-    plain |= {"sequences": "sequences", "nonfinite": "nonfinite"}
+    plain |= {"sequences": "sequences", "nonfinite": "nonfinite_sequences"}
     coded = {"kind": "kind", "mask": "mask", "site": "site", "max_token": "named_peak"}
     return {
         "grid": [homes[index] for index in range(len(heads))],

@@ -298,3 +298,19 @@ def _membership_map(grid: Grid, number: int, row: Row, heads: Sequence[HeadRecor
     layers = [other.layer for other in grid.rows]
     title = f"layer {row.layer}" if layers.count(row.layer) == 1 else f"layer {row.layer}, {row.site}"
     return Figure(f"memberships-{number}", title, [trace], layout, caption)
+
+
+def without_nan(value: Any) -> Any:
+    """Replace NaN and infinities, which JSON does not have, by None at any depth.
+
+    Examples:
+        >>> without_nan({"a": [1.0, float("nan")]})
+        {'a': [1.0, None]}
+    """
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): without_nan(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(item) for item in value]
+    return value

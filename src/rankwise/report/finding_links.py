@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rankwise._internals.records import format_number
-from rankwise.auditing.findings import RULES, about
+from rankwise.auditing.findings import FINDING_RULES, about
 from rankwise.auditing.measure_table import PICTURED, REFERENCES
 from rankwise.auditing.records import SEVERITY_ORDER, Finding, Provenance, Severity
 from rankwise.auditing.remedies import remedy_text
@@ -75,7 +75,7 @@ def _place(finding: Finding) -> str:
 
 
 def _measure(finding: Finding) -> str:
-    preferred = RULES[finding.code].shown_by if finding.code in RULES else ""
+    preferred = FINDING_RULES[finding.code].shown_by if finding.code in FINDING_RULES else ""
     named = [_ALIASES.get(name, name) for name in finding.evidence]
     shown = [name for name in named if name in _HEAD_NAMES]
     return preferred if preferred in shown or not shown else shown[0]

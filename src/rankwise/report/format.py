@@ -12,14 +12,11 @@ _TITLES = {
     "spread_input": "token spread of the input",
     "spread_lowest": "lowest token spread",
     "spread_lowest_at_1": "lowest token spread with λ = 1",
-    "nonfinite": "not finite",
     "blocks": "blocks passed",
     "cost": "cost of removal",
     "loss": "loss after removal",
     "relative": "share of the loss",
     "parameters": "share of the parameters",
-    "delta_low": "δ from",
-    "delta_high": "δ to",
 } | {measure.name: measure.label for measure in (*HEAD_MEASURES, *STATE_MEASURES)}
 
 

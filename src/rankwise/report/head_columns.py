@@ -1,4 +1,4 @@
-"""Build one column per measure of heads, with reference values, and the table of token states.
+"""Build one column per measure of heads, with reference values.
 
 Heat map, head card, table and CSV file of a page show these columns. Table and CSV file also show
 address, kind, mask and size of each head, which `audit_report` adds.
@@ -15,12 +15,11 @@ from rankwise._internals.statistics import mean
 from rankwise.auditing.measure_table import (
     HEAD_MEASURES,
     REFERENCES,
-    STATE_MEASURES,
     HeadMeasure,
     Measure,
     share,
 )
-from rankwise.auditing.records import HeadRecord, StateRecord
+from rankwise.auditing.records import HeadRecord
 from rankwise.report.format import count, round_for_page
 
 INITIAL = "init_"
@@ -176,11 +175,11 @@ def _at_initialization(measure: HeadMeasure, heads: Sequence[HeadRecord]) -> Col
     pairs: list[tuple[float, float]] = []
     for head in heads:
         middle, std = math.nan, math.nan
-        if head.baseline is not None:
+        if head.at_init is not None:
             name = measure.shown_field(head)
-            middle, std = (of.get(name, math.nan) for of in (head.baseline.mean, head.baseline.seed_std))
+            middle, std = (of.get(name, math.nan) for of in (head.at_init.mean, head.at_init.seed_std))
         pairs.append((share(middle, head), share(std, head)) if measure.share else (middle, std))
-    seeds = max((head.baseline.seeds for head in heads if head.baseline is not None), default=0)
+    seeds = max((head.at_init.seeds for head in heads if head.at_init is not None), default=0)
     return Column(
         name=f"{INITIAL}{measure.name}",
         share=measure.share,
@@ -222,22 +221,3 @@ def outer_fence(values: Sequence[float]) -> float:
         return math.inf
     first, _, third = quantiles(values, n=4, method="inclusive")
     return third + 3 * (third - first)
-
-
-def state_table(states: Sequence[StateRecord]) -> list[dict[str, Any]]:
-    """Return the columns of the page's table of token states, as dictionaries with names and values."""
-    counts = {
-        "blocks": "Blocks passed",
-        "tokens": "Tokens",
-        "sequences": "Sequences",
-        "nonfinite": "Not finite",
-    }
-    columns = [(name, title, 0, [getattr(state, name) for state in states]) for name, title in counts.items()]
-    columns[2:2] = [(m.name, m.head, m.digits, [m.value(state) for state in states]) for m in STATE_MEASURES]
-    return [
-        {"name": "stack", "short_title": "Stack", "texts": [state.stack for state in states]},
-        *(
-            {"name": name, "short_title": title, "digits": digits, "values": values}
-            for name, title, digits, values in columns
-        ),
-    ]

@@ -1,4 +1,4 @@
-"""Show audits in notebooks: as HTML without scripts, and as Plotly figures."""
+"""Draw audits as figures of the Python package plotly, for notebooks."""
 
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rankwise.auditing.measure_table import DRAWN, HEAD_MEASURES, STATE_MEASURES, Measure, StateMeasure
 from rankwise.auditing.result import Audit
-from rankwise.errors import InputError, one_of, strip_control
-from rankwise.report.document import Document, Figure
-from rankwise.report.figures import depth_curves, heat_map
+from rankwise.errors import InputError, one_of
+from rankwise.report.document import Figure
+from rankwise.report.figures import depth_curves, heat_map, without_nan
 from rankwise.report.format import model_name
 from rankwise.report.head_columns import measure_column
 from rankwise.report.heatmap_grid import grids_of
-from rankwise.report.page import environment, without_nan
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -23,21 +22,6 @@ SCALE = "Viridis"
 COLORS = ("#1d5ba6", "#c2500f", "#0b7a5c", "#9a3b8c", "#7a6200", "#4a5563")
 _TALLEST = 1400
 """Maximum height of a figure in pixels."""
-
-
-def notebook_html(document: Document) -> str:
-    """Return a report as HTML without scripts: verdict, actions, and the tables of the first screen.
-
-    Examples:
-        >>> from rankwise.auditing.records import Provenance
-        >>> from rankwise.report import document_of
-        >>> audit = Audit(provenance=Provenance(model="<b>", delta=0.01), heads=[], states=[], findings=[])
-        >>> notebook_html(document_of(audit)).removeprefix("<div><strong>rankwise audit</strong> ")[:27]
-        '&lt;b&gt; · 0 sequences<br>'
-    """
-    verdict = document.verdict
-    lines = [verdict.sentence, *verdict.actions, verdict.no_action]
-    return strip_control(environment().get_template("notebook.html").render(document=document, lines=lines))
 
 
 def plot_heads(audit: Audit, measure: str) -> "go.Figure":

@@ -1,6 +1,5 @@
-"""Write a document as one self-contained HTML file."""
+"""Write a document as HTML: as one self-contained file, or without scripts for a notebook."""
 
-import math
 from base64 import b64encode
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -14,10 +13,12 @@ from markupsafe import Markup
 
 from rankwise._internals.files import write_file
 from rankwise.auditing.records import SEVERITIES
+from rankwise.errors import strip_control
 from rankwise.report.audit_report import audit_document
 from rankwise.report.comparison_report import comparison_document, history_document
 from rankwise.report.compression_report import compression_document
 from rankwise.report.document import Document, column_kinds
+from rankwise.report.figures import without_nan
 from rankwise.report.format import split_code
 from rankwise.report.plan_report import plan_document
 from rankwise.report.skip_report import certificate_document
@@ -56,6 +57,20 @@ def write_page(document: Document, path: Path) -> Path:
         InputError: if the file cannot be written.
     """
     return write_file(path, page_text(document), "page", "index.html")
+
+
+def notebook_html(document: Document) -> str:
+    """Return a report as HTML without scripts: verdict, actions, and the tables of the first screen.
+
+    Examples:
+        >>> from rankwise.auditing import Audit, Provenance
+        >>> audit = Audit(provenance=Provenance(model="<b>", delta=0.01), heads=[], states=[], findings=[])
+        >>> notebook_html(document_of(audit)).removeprefix("<div><strong>rankwise audit</strong> ")[:27]
+        '&lt;b&gt; · 0 sequences<br>'
+    """
+    verdict = document.verdict
+    lines = [verdict.sentence, *verdict.actions, verdict.no_action]
+    return strip_control(environment().get_template("notebook.html").render(document=document, lines=lines))
 
 
 def page_text(document: Document) -> str:
@@ -115,19 +130,3 @@ def chart_script() -> str:
 def template_text(name: str) -> str:
     """Return the text of a file in the folder `templates`."""
     return (resources.files("rankwise.report") / "templates" / name).read_text(encoding="utf-8")
-
-
-def without_nan(value: Any) -> Any:
-    """Replace NaN and infinities, which JSON does not have, by None at any depth.
-
-    Examples:
-        >>> without_nan({"a": [1.0, float("nan")]})
-        {'a': [1.0, None]}
-    """
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): without_nan(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [without_nan(item) for item in value]
-    return value

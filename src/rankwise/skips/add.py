@@ -14,7 +14,8 @@ from torch.nn.utils import prune, remove_weight_norm
 from torch.nn.utils.parametrize import is_parametrized, remove_parametrizations
 from torch.utils.hooks import RemovableHandle
 
-from rankwise._internals.forward import Batch, check_batch, config_value, device_of
+from rankwise._internals.batches import Batch, check_batch
+from rankwise._internals.forward import config_value, device_of
 from rankwise._internals.torch_private import COMPILED_PREFIX, is_compiled, remove_forward_hooks
 from rankwise.errors import SkipError, did_you_mean, instance_of, one_of, strip_control
 from rankwise.skips.hook_places import (

@@ -10,7 +10,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor, nn
 
-from rankwise._internals.forward import Batch, check_batch, tensors_of
+from rankwise._internals.batches import Batch, check_batch, tensors_of
 from rankwise._internals.records import grouped
 from rankwise.errors import CaptureError, SkipError
 from rankwise.measures import absolute_spread, spread

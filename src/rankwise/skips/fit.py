@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rankwise._internals import forward
-from rankwise._internals.forward import Batch, batch_errors, drop_unused_labels, each_batch, eval_mode
+from rankwise._internals.batches import Batch, drop_unused_labels, each_batch, to_device
+from rankwise._internals.forward import batch_errors, config_value, device_of, eval_mode
 from rankwise._internals.parameters import parameter_groups
 from rankwise.auditing.error_hints import fix_hint
 from rankwise.errors import InputError, SkipError, in_range, whole_number
@@ -193,7 +193,7 @@ def fitting_loss(
 
 def _labelled(model: nn.Module, batch: Batch) -> Batch:
     """Return a batch in which an encoder-decoder that has nothing to predict predicts its input text."""
-    decodes = forward.config_value(model, "is_encoder_decoder")
+    decodes = config_value(model, "is_encoder_decoder")
     if not (decodes and isinstance(batch, Mapping)) or {"labels", "decoder_input_ids"} & batch.keys():
         return batch
     ids = token_ids(batch)
@@ -278,7 +278,7 @@ def _prepared(
     """Return a new model with |λ| of at least a value, the batches on its device, and its loss."""
     torch.manual_seed(seed)
     model = deepcopy(make())
-    inputs: list[Batch] = forward.to_device(list(batches), forward.device_of(model))
+    inputs: list[Batch] = to_device(list(batches), device_of(model))
     if value is not None:
         example = drop_unused_labels(model, inputs[0])[0]
         skips = skips_of(model) or add_lambda_skip(model, value, example=example)

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rankwise._internals.forward import Batch, batch_errors
+from rankwise._internals.batches import Batch
+from rankwise._internals.forward import batch_errors
 from rankwise.auditing.error_hints import fix_hint
 from rankwise.errors import SkipError, instance_of
 from rankwise.skips.hooks import Port, items

@@ -10,7 +10,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from rankwise._internals.forward import Batch, Change, batch_errors, run_model, tensors_in, tensors_of
+from rankwise._internals.batches import Batch, tensors_in, tensors_of
+from rankwise._internals.forward import Change, batch_errors, run_model
 from rankwise._internals.linalg import as_float64, float64_device
 from rankwise._internals.records import grouped
 from rankwise._internals.torch_private import without_forward_hooks

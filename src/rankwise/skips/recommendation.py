@@ -8,8 +8,16 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from rankwise._internals import forward
-from rankwise._internals.forward import Batch, Change, batch_errors, check_batch, each_batch, run_model
+from rankwise._internals.batches import (
+    Batch,
+    batch_size,
+    check_batch,
+    drop_unused_labels,
+    each_batch,
+    first_sequences,
+    to_device,
+)
+from rankwise._internals.forward import Change, batch_errors, device_of, run_model
 from rankwise._internals.records import grouped
 from rankwise.auditing.error_hints import fix_hint
 from rankwise.auditing.findings import COLLAPSE_FALL, INACTIVE_TURN, collapse_words, inactive_remedy
@@ -229,12 +237,12 @@ def recommend(audit: AuditT, model: nn.Module, batch: Batch, loss: LossOfModel |
         >>> import torch, rankwise as rw
         >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
         >>> tokens = torch.randn(2, 9, 8)
-        >>> rw.skips.recommend(rw.audit(layer, [tokens]), layer, tokens).provenance.advised
+        >>> rw.skips.recommend(rw.audit(layer, [tokens]), layer, tokens).provenance.skips_examined
         True
     """
     _check(audit, model, batch)
-    inputs, _ = forward.drop_unused_labels(model, batch)
-    sample = forward.first_sequences(forward.to_device(inputs, forward.device_of(model)), SAMPLE)
+    inputs, _ = drop_unused_labels(model, batch)
+    sample = first_sequences(to_device(inputs, device_of(model)), SAMPLE)
     findings = [finding for finding in audit.findings if "mixer_share" not in finding.evidence]
     notes = [note for note in audit.provenance.notes if not note.startswith((AGAIN, TRAINS))]
     collapsed = any(finding.code == "COLLAPSE" for finding in findings)
@@ -247,7 +255,7 @@ def recommend(audit: AuditT, model: nn.Module, batch: Batch, loss: LossOfModel |
         places, _ = places_in(model, sample)
         purposes = {"suppressed mixers": skips, "λ against COLLAPSE": collapsed}
         purpose = " and ".join(words for words, applies in purposes.items() if applies)
-        notes.append(f"{AGAIN}, {forward.batch_size(sample)} sequences, for {purpose}")
+        notes.append(f"{AGAIN}, {batch_size(sample)} sequences, for {purpose}")
     if skips:
         blocks = [f"{finding.where.site}." for finding in findings if finding.code == "INACTIVE_BLOCK"]
         scaled = places
@@ -274,7 +282,7 @@ def recommend(audit: AuditT, model: nn.Module, batch: Batch, loss: LossOfModel |
             trial = TRIAL_WITH_LOSS
         elif not skips:
             with suppress(InputError), probe_mode(model):  # without a loss there is no trial
-                fitting_loss(model, [forward.to_device(batch, forward.device_of(model))])
+                fitting_loss(model, [to_device(batch, device_of(model))])
                 trial = TRIAL
         of_factory = any(".py:" in words[0] for words in audit.provenance.arguments[:1])
         for index, finding in enumerate(findings):
@@ -287,7 +295,7 @@ def recommend(audit: AuditT, model: nn.Module, batch: Batch, loss: LossOfModel |
                 findings[index] = finding.model_copy(update={"remedy": steps})
         if any("lambda_tried" in finding.evidence for finding in findings):
             notes.append(TRAINS)
-    about = audit.provenance.model_copy(update={"advised": True, "notes": notes})
+    about = audit.provenance.model_copy(update={"skips_examined": True, "notes": notes})
     ordered = sorted(findings, key=lambda finding: SEVERITY_ORDER[finding.severity])
     return audit.model_copy(update={"findings": ordered, "provenance": about})
 

@@ -1,6 +1,6 @@
 """Records of λ-skip certificates and of choices of λ; this module does not import torch."""
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import ConfigDict, Field
 
@@ -60,8 +60,6 @@ class StackCertificate(_Numbers):
 
 class SkipCertificate(SavedRecord, _Numbers):
     """Absolute token spread μ that λ-skips keep on one batch, measured and proved, by layer and by stack."""
-
-    _report: ClassVar[str] = "skip_report"
 
     format: Literal["rankwise-certificate"] = "rankwise-certificate"
     schema_version: Literal[4] = 4

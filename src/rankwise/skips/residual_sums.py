@@ -11,31 +11,22 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from rankwise._internals.forward import (
-    Batch,
-    eval_mode,
-    map_tensors,
-    preserve_random_state,
-    run_model,
-    tensors_in,
-)
+from rankwise._internals.batches import Batch, map_tensors, tensors_in
+from rankwise._internals.forward import eval_mode, preserve_random_state, run_model
 from rankwise._internals.torch_private import base_of, changes_in_place, uncompiled
 from rankwise.errors import SkipError
 from rankwise.importance.gated_passes import graph_nodes
 from rankwise.skips.hooks import Key, Port, items
 from rankwise.tracing.module_calls import ModuleCall, ModuleCalls, parameter_names
+from rankwise.tracing.torch_functions import ADDED_PRODUCTS, LINEAR_LAYERS, SUMS
+from rankwise.tracing.torch_functions import PRODUCTS as TENSOR_PRODUCTS
 
-SUMS = frozenset((torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__))
 COPIES = frozenset((
     "CloneBackward0", "ToCopyBackward0", "UnsafeViewBackward0", "CatBackward0", "StackBackward0",
     "torch::autograd::CopyBackwards",
 ))  # fmt: skip
 """Names of autograd nodes of functions that return the values of one tensor in another tensor."""
-PRODUCTS = frozenset((
-    F.linear, F.conv1d, F.conv2d, F.multi_head_attention_forward, torch.matmul, torch.mm, torch.bmm,
-    torch.addmm, torch.baddbmm, torch.einsum, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, Tensor.mm,
-    Tensor.bmm,
-))  # fmt: skip
+PRODUCTS = LINEAR_LAYERS | TENSOR_PRODUCTS | ADDED_PRODUCTS | {torch.einsum, F.multi_head_attention_forward}
 """Matrix products, by which a linear layer is distinguished from a norm."""
 
 Version = tuple[int, int]

@@ -11,8 +11,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
+from rankwise._internals.batches import Batch
 from rankwise._internals.files import parse_json, write_file
-from rankwise._internals.forward import Batch
 from rankwise._internals.torch_private import original_name
 from rankwise.errors import SkipError, first_line, instance_of
 from rankwise.skips.add import Skips, add_lambda_skip, check_skips, check_values, remove_lambda_skip, skips_of

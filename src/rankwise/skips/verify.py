@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rankwise._internals.forward import AddedHook, Batch, Change
+from rankwise._internals.batches import Batch
+from rankwise._internals.forward import AddedHook, Change
 from rankwise._internals.linalg import as_float64
 from rankwise.errors import SkipError
 from rankwise.skips.hook_places import SkipPlace

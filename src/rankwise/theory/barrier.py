@@ -144,8 +144,8 @@ def rank_barrier_of_rows(rows: Iterable[Bool[Tensor, "*batch _ S"]]) -> Float64[
     for block in rows:
         block = block.to(float64_device(block.device))
         seen = block.sum(-1, keepdim=True, dtype=torch.float64).clamp(min=1)
-        part = torch.where(block, torch.log1p(-1 / seen), 0.0).sum(-2)
-        log_missed = part if log_missed is None else log_missed + part
+        log_missed_by_block = torch.where(block, torch.log1p(-1 / seen), 0.0).sum(-2)
+        log_missed = log_missed_by_block if log_missed is None else log_missed + log_missed_by_block
     if log_missed is None:
         raise ShapeError("`rows`", expected="at least one block", got="none", fix="Pass the rows of a mask.")
     return -torch.expm1(log_missed).sum(-1)

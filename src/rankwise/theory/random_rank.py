@@ -119,7 +119,7 @@ def _nodes(size: int, window: int | None) -> list[tuple[int, float]]:
     steps = 2 * math.ceil(math.log2(size / ALWAYS_SIMULATED)) + 1
     grid = {round(ALWAYS_SIMULATED * 2 ** (step / 2)) for step in range(steps)}
     if window is not None:  # as a function of T, the rank has kinks at these multiples of the window
-        grid |= {at * window for at in range(1, 5) if ALWAYS_SIMULATED < at * window < max(grid)}
+        grid |= {number * window for number in range(1, 5) if ALWAYS_SIMULATED < number * window < max(grid)}
     if size in grid:
         return [(size, 1.0)]
     below, above = next(pair for pair in pairwise(sorted(grid)) if pair[0] < size < pair[1])

@@ -5,15 +5,15 @@ Names are imported on first use, so that modules of saved records can import `Ad
 
 from typing import TYPE_CHECKING
 
-from rankwise._internals.lazy import lazy_names
+from rankwise._internals import lazy_names
 
 if TYPE_CHECKING:
     from rankwise._internals.records import Address, UncapturedModule
-    from rankwise.tracing.context import OperatorFunction, capture
+    from rankwise.tracing.capture_context import OperatorFunction, capture
     from rankwise.tracing.interventions import BlockOutput, HeadOutputs, Intervention
     from rankwise.tracing.model_checks import compiled_modules
-    from rankwise.tracing.module_calls import RecordedCall, record_calls
-    from rankwise.tracing.trace import CallId, CapturedMixer, CapturedState, Trace
+    from rankwise.tracing.module_calls import CallId, RecordedCall, record_calls
+    from rankwise.tracing.trace import CapturedMixer, CapturedState, Trace
 
 __all__ = [
     "Address",

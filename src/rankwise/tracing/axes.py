@@ -139,12 +139,12 @@ def plain_tensors(calls: Sequence[ModuleCall]) -> list[Tensor]:
     return [tensor for call in calls for tensor in call.tensors if not tensor.is_nested]
 
 
-def learned_tokens(parts: Sequence[Tensor], tokens: Tensor) -> int:
+def learned_tokens(pieces: Sequence[Tensor], tokens: Tensor) -> int:
     """Return how many tokens (B, T, D), if more than one, are weights that `torch.cat` put next to others."""
-    if tokens.dim() != 3 or any(part.dim() != 3 for part in parts):
+    if tokens.dim() != 3 or any(piece.dim() != 3 for piece in pieces):
         return 0
-    count = sum(part.shape[1] for part in parts if isinstance(base_of(part), nn.Parameter))
-    return count if 1 < count < tokens.shape[1] == sum(part.shape[1] for part in parts) else 0
+    count = sum(piece.shape[1] for piece in pieces if isinstance(base_of(piece), nn.Parameter))
+    return count if 1 < count < tokens.shape[1] == sum(piece.shape[1] for piece in pieces) else 0
 
 
 def find_batch_first(
@@ -156,7 +156,7 @@ def find_batch_first(
     (B, H, W, D) or (B, D, H, W). Shapes of the operators tell these orders apart. Return None if states with
     two or four axes fit no operator.
     """
-    shapes = {(site.operator.shape[0], site.operator.shape[2]) for site in mixers if not site.cross}
+    shapes = {(mixer.operator.shape[0], mixer.operator.shape[2]) for mixer in mixers if not mixer.cross}
     if tokens.is_nested:
         return lambda states: padded(states)[0]
     if tokens.dim() == 4:

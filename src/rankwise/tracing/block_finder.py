@@ -4,12 +4,10 @@ import re
 from collections import Counter
 from fnmatch import fnmatchcase
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rankwise.tracing.axes import find_batch_first
 from rankwise.tracing.block_stacks import BY_HAND, Block, BlockStacks, alike
-from rankwise.tracing.mixing_calls import OWN_MASK, find_token_mask
 from rankwise.tracing.module_calls import (
     ModuleCall,
     ModuleCalls,
@@ -18,6 +16,7 @@ from rankwise.tracing.module_calls import (
     snapshot,
     tensors_of,
 )
+from rankwise.tracing.read_operators import OWN_MASK, find_token_mask
 from rankwise.tracing.trace import CapturedMixer
 
 
@@ -26,12 +25,10 @@ class BlockFinder:
 
     A block is an item of a list of modules, such as ``encoder.layer.3``, that returns states of the shape of
     its input. What runs decides, not names of classes: a list has blocks if a mixer is captured in one of its
-    items, or listed as not captured. The items before the first mixer wait for it. An item without a mixer
-    reads the output of the item before it, or states of its shape if the stack is one list; norms and other
-    single layers carry the stream on. If items of lists are nested, the inner items are the blocks if each
-    reads the output of the one before it, as in stages of blocks, or if the outer module reads feature maps.
-    The outer module is the block if it contains one item, items that run in parallel, as heads do, or, in a
-    list of modules of one class, items with and without a mixer.
+    items, or listed as not captured. A later item without a mixer is a block if it reads the output of the
+    block before it. If items of lists are nested, the inner items are the blocks if each reads the output of
+    the one before it, as in stages of blocks, or if the outer module reads feature maps. The outer module is
+    the block if it contains one item, or items that run in parallel, as heads do.
     """
 
     def __init__(
@@ -42,27 +39,15 @@ class BlockFinder:
         mixer_like: set[str],
         pattern: str | None,
     ) -> None:
-        self._rank = block_ranks(model, pattern)
-        parts = [name.split(".") for name in mixer_like]
-        self._likely = {".".join(outer[:at]) for outer in parts for at in range(1, len(outer) + 1)}
+        self._items = block_items(model, pattern)
+        names = [name.split(".") for name in mixer_like]
+        self._likely = {".".join(outer[:depth]) for outer in names for depth in range(1, len(outer) + 1)}
         """Names of modules that look like mixers, and of the modules around them."""
-        self._parts = {type(part) for name, part in model.named_modules() if not name[-1:].isdigit()}
-        self._parts |= {kind for kind in vars(nn).values() if isinstance(kind, type)}
-        """Classes of PyTorch, and of modules that are no items of lists."""
         self._calls, self._stacks = calls, stacks
-        self._inner: dict[str, bool] = {}
-        """By stack of inner modules: True if they are the blocks, False if the outer module is the block."""
-        self._gave: dict[str, Tensor] = {}
-        """For each stack, the output of the last module that contains blocks, such as a vision stage."""
 
     def add(self, mixer: CapturedMixer) -> None:
         """Keep a mixer until the block around it is known; report the mixer at once if there is no block."""
         self._hand_up([mixer], stack_of(mixer.name), BY_HAND)
-
-    def finish(self) -> None:
-        """End the forward pass: report the last state of each stack, and forget all of them."""
-        self._gave.clear()
-        self._stacks.finish()
 
     # --- beginning and end of calls -----------------------------------------------------------------------
 
@@ -74,30 +59,28 @@ class BlockFinder:
     def entered(self, call: ModuleCall) -> None:
         """When a call begins, register it as a possible block if its module may be one."""
         self._stacks.reads(call.tensors)
-        given = call.stream if call.name in self._rank else None
-        if given is not None:
-            call.block = self._possible_block(call, given)
-
-    def _possible_block(self, call: ModuleCall, given: Tensor) -> Block:
+        given = call.stream if call.name in self._items else None
+        if given is None:
+            return
         # The innermost enclosing call that is not a possible block itself, or reads maps, runs the blocks.
         around = reversed(self._calls.running[:-1])
-        owning = next((one for one in around if one.block is None or one.block.input.dim() == 4), None)
+        owning = next(
+            (outer for outer in around if outer.block is None or outer.block.input.dim() == 4), None
+        )
         owner = BY_HAND if owning is None else owning.serial
         stack = stack_of(call.name, "" if owning is None else owning.name)
         blocks = self._stacks.of(stack, owner)
-        known = blocks.snapshot if blocks is not None and same(blocks.output, given) else None
+        follows = blocks is not None and same(blocks.output, given)
+        copy = blocks.snapshot if blocks is not None and follows else None
         offered = [inner for outer in self._running[-1:] for inner in outer.open if inner.stack == stack]
-        other = self._gave.get(stack)
-        return Block(
+        call.block = Block(
             call.name,
-            type(call.module),
             stack,
-            self._rank[call.name],
+            self._items[call.name],
             owner,
             given,
-            snapshot(given) if known is None else known,
-            linked=bool(blocks and blocks.follows(given)) or any(same(one.output, given) for one in offered),
-            separate_tower=other is not None and not same(other, given),
+            snapshot(given) if copy is None else copy,
+            linked=follows or any(same(inner.output, given) for inner in offered),
             likely=call.name in self._likely,
         )
 
@@ -110,9 +93,6 @@ class BlockFinder:
             return
         if block is not None:
             block.output = first_tokens(call.output, axes=block.input.dim())
-            # A call that returns nothing may have changed its input in place.
-            if call.output is None and not torch.equal(block.input_copy, block.input):
-                block.output = block.input
             self._ended(block, call.module)
         self._stacks.close(call.serial, tensors_of(call.output))
 
@@ -120,70 +100,40 @@ class BlockFinder:
         around = self._running
         mixes = block.mixers or block.likely or block.settled
         if not mixes and not self._may_join(block, module):
-            for outer in around[-1:]:
-                outer.plain.add((block.stack, block.kind))
-            blocks, output = self._stacks.of(block.stack, block.owner), block.output
-            if output is not None and blocks and blocks.follows(block.input) and alike(block.input, output):
-                blocks.carry(block.input, output, block.kind)  # such as a norm between blocks
             return
         if not self._keeps_states(block, module) or block.yields_to_inner():
             # Calls inside are blocks; mixers outside of them belong to the module around this call.
-            self._settle_inside(block)
-            if block.settled and block.output is not None:
-                self._gave[block.stack] = block.output
+            inside, block.open = block.inside, []
+            for inner in inside:
+                self._settle(inner, block)
             self._hand_up(block.mixers, block.stack, block.owner)
-            return
-        for inner in block.inside:
-            self._inner[inner.stack] = False
-        if not around or around[-1].input.dim() == 4 or self._inner.get(block.stack):
+        elif not around or around[-1].input.dim() == 4:
             self._settle(block)
-            return
-        self._hand_up(block.mixers, block.stack, block.owner)
-        outer = around[-1]
-        if outer.rank < block.rank or block.stack in self._inner:
-            return
-        # Inner calls with the same input run in parallel, as heads do, so the outer call is the block.
-        parallel = any(other.stack == block.stack and same(other.input, block.input) for other in outer.open)
-        outer.open.append(block)
-        if len(outer.inside) > 1 and outer.rank > 0 and not parallel:
-            # Inner calls form a chain, and the outer call is not an item of a list of equal modules.
-            self._settle_inside(outer)
+        else:
+            self._hand_up(block.mixers, block.stack, block.owner)
+            if block.alike or not around[-1].alike:
+                around[-1].open.append(block)
 
     def _may_join(self, block: Block, module: nn.Module) -> bool:
-        """Return True if a module without a mixer may be a block among blocks with mixers."""
-        sublayer = any(not outer.rank and outer.input.dim() < 4 for outer in self._running)
-        if not alike(block.input, block.output) or (sublayer and not self._inner.get(block.stack)):
-            return False
-        blocks, single = self._stacks.of(block.stack, block.owner), not any(module.children())
-        if blocks is None or not blocks.layers:
-            return not single
-        # PyTorch's layers, norms (weights of one axis), and layers that blocks contain too carry the stream.
-        norm = max((weight.dim() for weight in module.parameters()), default=2) < 2
-        return blocks.takes(block) and not (single and (norm or type(module) in self._parts))
+        """Return True if a module without a mixer is a block after a block with a mixer."""
+        sublayer = any(outer.alike and outer.input.dim() < 4 for outer in self._running)
+        blocks = self._stacks.of(block.stack, block.owner)
+        joins = blocks is not None and block.linked and any(module.children())  # norms and the like do not
+        return joins and not sublayer and alike(block.input, block.output)
 
     def _keeps_states(self, block: Block, module: nn.Module) -> bool:
         """Set what is known of a block once it has run; False if it does not map states to equal shapes."""
         if block.settled or not alike(block.input, block.output):
             return False
-        block.separate_tower = not block.linked and any(outer.separate_tower for outer in self._running)
         block.to_batch_first = find_batch_first(block.input_copy, module, block.mixers)
         if block.to_batch_first is None:
-            return not block.mixers
+            return False
         shape = block.states(block.input_copy).shape[:2]
-        own = (site.valid_tokens for site in block.mixers if not site.cross)
-        block.mask = next((tokens for tokens in own if tokens.shape == shape), None)
+        masks = (mixer.valid_tokens for mixer in block.mixers if not mixer.cross)
+        block.mask = next((tokens for tokens in masks if tokens.shape == shape), None)
         if block.mask is None:
             block.mask = find_token_mask(self._calls.running, OWN_MASK, *shape)
         return True
-
-    # --- which of the nested calls is the block -----------------------------------------------------------
-
-    def _settle_inside(self, outer: Block) -> None:
-        inside, outer.open = outer.inside, []
-        if len(inside) > 1:
-            self._inner.update({inner.stack: True for inner in inside})
-        for inner in inside:
-            self._settle(inner, outer)
 
     def _settle(self, block: Block, *outer: Block) -> None:
         mine = {id(mixer) for mixer in block.mixers}
@@ -201,28 +151,27 @@ class BlockFinder:
             self._stacks.add_bare(mixers, stack, owner)
 
 
-def block_ranks(model: nn.Module, pattern: str | None) -> dict[str, int]:
-    """Return a rank for each module name that may be a block; lower ranks take precedence.
+def block_items(model: nn.Module, pattern: str | None) -> dict[str, bool]:
+    """Return the names of modules that may be blocks: items of lists, or names that match a pattern.
 
-    Rank 0: items of a list with another item of the same class, or of a list with one item; also names that
-    match the user's pattern. Rank 1: numbered attributes of one class (``block1``, ``block2``). Rank 2: other
-    items of a list, such as one layer of another class in a hybrid model.
+    The value is True if the list has another item of the same class or one item only, and False for other
+    items, such as one layer of another class in a hybrid model. Modules that match the pattern have True.
+    Numbered attributes of one class (``block1``, ``block2``) may be blocks too, with the value False.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     if pattern is not None:
-        return {name: 0 for name in modules if matches(name, pattern)}
-    ranks: dict[str, int] = {}
+        return {name: True for name in modules if matches(name, pattern)}
+    items: dict[str, bool] = {}
     for parent_name, parent in modules.items():
         children = {name: child for name, child in parent.named_children() if re.search(r"\d", name)}
         classes = Counter(type(child) for child in children.values())
         for child_name, child in children.items():
-            name = f"{parent_name}.{child_name}" if parent_name else child_name
-            alike = classes[type(child)] > 1
+            name, several = f"{parent_name}.{child_name}".lstrip("."), classes[type(child)] > 1
             if child_name.isdigit():
-                ranks[name] = 0 if alike or len(children) == 1 else 2
-            elif alike:
-                ranks[name] = 1
-    return ranks
+                items[name] = several or len(children) == 1
+            elif several:
+                items[name] = False
+    return items
 
 
 def matches(name: str, pattern: str) -> bool:
@@ -238,8 +187,8 @@ def stack_of(name: str, owner: str = "") -> str:
     ``owner``, the name of the module that runs the blocks, are kept.
     """
     *outer, last = name.split(".")
-    known = len(owner.split(".")) if owner else 0
-    outer = ["*" if part.isdigit() and at >= known else part for at, part in enumerate(outer)]
+    kept = len(owner.split(".")) if owner else 0
+    outer = ["*" if word.isdigit() and depth >= kept else word for depth, word in enumerate(outer)]
     if not last.isdigit():
         outer.append(re.sub(r"\d+$", "*", last))
     return ".".join(outer) or "*"

@@ -26,10 +26,9 @@ class Block:
     """A call of a module that may be a block; `BlockFinder` decides when the call has ended."""
 
     name: str
-    kind: type
-    """Class of the module."""
     stack: str
-    rank: int
+    alike: bool
+    """False for an item of a list of modules of several classes; a block of one class takes precedence."""
     owner: int
     """Serial number of the call that runs the blocks in sequence; `BY_HAND` if the user calls them."""
     input: Tensor
@@ -37,8 +36,6 @@ class Block:
     """Copy of the input, taken before the block can change the input in place."""
     linked: bool
     """True if the input is the output of the previous block of the stack."""
-    separate_tower: bool
-    """True if the call starts another chain of blocks, such as the second encoder of a two-tower model."""
     likely: bool
     """True if a module in the call looks like a mixer: one may run even if none is captured."""
     output: Tensor | None = None
@@ -49,8 +46,6 @@ class Block:
     """Mixers in the call that are not in a block inside it."""
     open: list["Block"] = field(default_factory=list)
     """Calls inside this call that may turn out to be the blocks, in place of this call."""
-    plain: set[tuple[str, type]] = field(default_factory=set)
-    """Pairs (stack, class) of the calls inside this call that contain no mixer."""
     settled: bool = False
     """True once calls inside this call are known to be blocks, so that this call is not a block."""
 
@@ -65,14 +60,11 @@ class Block:
 
         A single inner call is the block if its input and output are the input and output of this call.
         Several inner calls are blocks if each reads the output of the previous one, as in a stage of blocks.
-        But if inner calls of the same class contain no mixer, they are sublayers (attention, feed-forward),
-        and this call is the block.
         """
         inside = self.inside
         if len(inside) == 1:
             return same(self.output, inside[0].output) and same(self.input, inside[0].input)
-        chained = all(inner.linked for inner in inside[1:])
-        return bool(inside) and chained and not any((v.stack, v.kind) in self.plain for v in inside)
+        return bool(inside) and all(inner.linked for inner in inside[1:])
 
     def states(self, tokens: Tensor) -> Tensor:
         """Return states in the model's order of axes as (B, T, D)."""
@@ -101,36 +93,6 @@ class BlockStack:
     linked: int = 0
     read: bool = False
     """True if a module read the output of the last block."""
-
-    carriers: set[type] = field(default_factory=set)
-    """Classes of modules that carry the residual stream from one block to the next."""
-    passed_on: Tensor | None = None
-    """Output of a module that may carry the stream on after the last block, such as a norm between blocks."""
-    passing: set[type] = field(default_factory=set)
-    waiting: list[Block] = field(default_factory=list)
-    """Blocks that ran before the first mixer of the stack was captured; they are not reported yet."""
-
-    def takes(self, block: Block) -> bool:
-        """Return True if a block reads the end of the stack, or states like it in its only list."""
-        listed = (block.name.rpartition(".")[0] or "*") == block.stack
-        return block.linked or (listed and (self.output is None or alike(self.output, block.input)))
-
-    def keep(self, output: Tensor) -> None:
-        """Set the end of the residual stream: the output of a block, or of a module after it."""
-        self.output, self.snapshot, self.read = output, snapshot(output), False
-        self.passed_on, self.passing = None, set()
-
-    def carry(self, input: Tensor, output: Tensor, kind: type) -> None:
-        """Register a module without a mixer that maps the end of the stream to states of the same shape."""
-        if kind in self.carriers and same(self.output, input):
-            self.keep(output)
-        else:
-            self.passed_on = output
-            self.passing.add(kind)
-
-    def follows(self, tokens: Tensor) -> bool:
-        """Return True if a tensor is the end of the residual stream: its reader continues the stack."""
-        return same(self.output, tokens) or same(self.passed_on, tokens)
 
 
 class BlockStacks:
@@ -164,30 +126,35 @@ class BlockStacks:
             blocks.read = blocks.read or any(same(blocks.output, tensor) for tensor in tensors)
 
     def add(self, block: Block) -> None:
-        """Report a block that has run, or keep it until a mixer of its stack is known, if there is one."""
+        """Report a block that has run: the states that it read, and its mixers."""
         blocks = self.of(block.stack, block.owner)
-        if blocks is None or block.separate_tower:
+        if blocks is None:
             self._last_state(self._open.get(block.stack))
             blocks = BlockStack(block.stack, block.owner, self.forward_pass)
             self._open[block.stack] = blocks
-        if blocks.waiting and not blocks.takes(block):
-            blocks.waiting.clear()
-        blocks.waiting.append(block)
-        like = block if block.mixers or blocks.last is None else blocks.last
-        if (block.mixers or block.likely or blocks.layers) and like.to_batch_first is not None:
-            self._report_waiting(blocks, like)
-        blocks.carriers |= blocks.passing if block.linked else set()
+        seen = self._seen.setdefault(block.stack, {})
+        if not blocks.layers:
+            if self.forward_pass in seen.values():
+                self.forward_pass += 1  # the same blocks run again on other tokens
+            blocks.forward_pass = self.forward_pass
+        if not block.mixers and blocks.last is not None:
+            # A block without a mixer has the axes and the mask of the block before it.
+            block.to_batch_first = blocks.last.to_batch_first
+            block.mask = blocks.last.mask if alike(blocks.last.input_copy, block.input_copy) else None
+        blocks.linked += block.linked
+        self._state(blocks, blocks.last or block, block.states(block.input_copy), block)
+        for mixer in block.mixers:
+            self._place(mixer, blocks)
+        seen[block.name] = blocks.forward_pass
+        blocks.layers += 1
         assert block.output is not None
-        blocks.keep(block.output)
-        if not blocks.waiting:
-            block.input_copy = block.output
-        block.input = block.output = block.input_copy  # a block that waits keeps one copy
+        blocks.last, blocks.output, blocks.snapshot = block, block.output, snapshot(block.output)
+        blocks.read, block.mixers = False, []
+        block.input = block.output = block.input_copy  # drop the tensors of the model
 
     def add_bare(self, mixers: list[CapturedMixer], stack: str, owner: int) -> None:
         """Report mixers that are in no block as one layer of a stack; this layer has no token states."""
         blocks = self._open.setdefault(stack, BlockStack(stack, owner, self.forward_pass))
-        blocks.layers += len(blocks.waiting)
-        blocks.waiting.clear()
         self._last_state(blocks)
         blocks.last = blocks.output = None
         for mixer in mixers:
@@ -217,30 +184,6 @@ class BlockStacks:
         key = run, stack, layer, _ = blocks.forward_pass, blocks.stack, blocks.layers, mixer.name
         self._report(replace(mixer, forward_pass=run, stack=stack, layer=layer, call=self._calls[key]))
         self._calls[key] += 1
-
-    def _report_waiting(self, blocks: BlockStack, like: Block) -> None:
-        """Report blocks that wait; those without a mixer have the axes and the mask of a block ``like``."""
-        if not blocks.layers:
-            first, seen = blocks.waiting[0].name, self._seen.get(blocks.stack, {})
-            if seen and first not in seen:
-                # A second tower begins, such as another encoder: name its stack after its own list of blocks.
-                blocks.stack = first.rpartition(".")[0]
-            elif self.forward_pass in seen.values():
-                # The same blocks run again on other tokens, so a new forward pass begins.
-                self.forward_pass += 1
-            blocks.forward_pass = self.forward_pass
-        for block in blocks.waiting:
-            if not block.mixers:
-                block.to_batch_first = like.to_batch_first
-                block.mask = like.mask if alike(like.input_copy, block.input_copy) else None
-            blocks.linked += block.linked
-            self._state(blocks, blocks.last or block, block.states(block.input_copy), block)
-            for mixer in block.mixers:
-                self._place(mixer, blocks)
-            self._seen.setdefault(block.stack, {})[block.name] = blocks.forward_pass
-            blocks.layers += 1
-            blocks.last, block.mixers = block, []
-        blocks.waiting.clear()
 
     def _last_state(self, blocks: BlockStack | None) -> None:
         """Report the output of a stack's last block as the last state, or add a note that it is missing."""

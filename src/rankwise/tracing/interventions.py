@@ -6,10 +6,9 @@ from typing import Any
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from rankwise._internals.forward import map_leaves
-from rankwise.tracing.mixing_calls import OWN_MASK, find_token_mask
-from rankwise.tracing.module_calls import ModuleCall, ModuleCalls, first_tokens
-from rankwise.tracing.trace import CallCounter, CallId
+from rankwise._internals.batches import map_leaves
+from rankwise.tracing.module_calls import CallCounter, CallId, ModuleCall, ModuleCalls, first_tokens
+from rankwise.tracing.read_operators import OWN_MASK, find_token_mask
 
 
 @dataclass(frozen=True)
@@ -77,10 +76,10 @@ class Substitution:
             call.input_copy = None if call.stream is None else call.stream.clone()
         # Heads are replaced in the input of the mixer's output projection, which holds all heads.
         mixer = next((other for other in reversed(self._calls.running[:-1]) if other.reader), None)
-        at = None if mixer is None else mixer.reader.joined_heads(mixer.module)
-        if mixer is not None and at is not None and call.name == f"{mixer.name}.{at[0]}".lstrip("."):
+        joined = None if mixer is None else mixer.reader.joined_heads(mixer.module)
+        if mixer is not None and joined is not None and call.name == f"{mixer.name}.{joined[0]}".lstrip("."):
             given = call.tokens
-            changed = None if given is None else self._changed_heads(mixer, given, at[1])
+            changed = None if given is None else self._changed_heads(mixer, given, joined[1])
             call.args = in_place_of(call.args, given, changed)
             call.kwargs = in_place_of(call.kwargs, given, changed)
 
@@ -88,10 +87,10 @@ class Substitution:
         """When a call ends, replace the output of a block, or of a mixer that returns concatenated heads."""
         if not self.on:
             return
-        at = None if call.reader is None else call.reader.joined_heads(call.module)
+        heads = None if call.reader is None else call.reader.joined_heads(call.module)
         joined = first_tokens(call.output)
-        if at is not None and not at[0] and joined is not None:
-            call.output = in_place_of(call.output, joined, self._changed_heads(call, joined, at[1]))
+        if heads is not None and not heads[0] and joined is not None:
+            call.output = in_place_of(call.output, joined, self._changed_heads(call, joined, heads[1]))
         if call.name not in self._intervention.blocks:
             return
         given = call.stream if call.input_copy is None else call.input_copy

@@ -15,8 +15,8 @@ from rankwise._internals.torch_private import dropout_rate, is_compiled, origina
 from rankwise.errors import CaptureError, InputError, described, did_you_mean, instance_of
 from rankwise.operators import MixingOperator
 from rankwise.tracing.block_finder import matches
-from rankwise.tracing.mixing_calls import MixingCall
 from rankwise.tracing.module_calls import ModuleCalls, holds
+from rankwise.tracing.read_operators import MixingCall
 from rankwise.tracing.trace import Trace
 
 NO_STATES = (
@@ -108,17 +108,17 @@ def _some(names: list[str]) -> str:
 
 def check_sites(model: nn.Module, sites: Iterable[str], blocks: str | None) -> None:
     """Raise `InputError` if a name in ``sites`` or the pattern ``blocks`` matches no module of the model."""
-    known = [name for name, _ in model.named_modules()]
+    names = [name for name, _ in model.named_modules()]
     unknown = [
         (f"site {name!r}", name, "the name of a module of the model", "none of that name")
         for name in sites
-        if name not in known
+        if name not in names
     ]
-    if blocks is not None and not any(matches(name, blocks) for name in known):
+    if blocks is not None and not any(matches(name, blocks) for name in names):
         expected = "a pattern that matches the names of the residual blocks"
         unknown.append((f"blocks {blocks!r}", blocks, expected, "no match"))
     for subject, name, expected, got in unknown:
-        raise InputError(subject, expected=expected, got=got, fix=did_you_mean(name, filter(None, known)))
+        raise InputError(subject, expected=expected, got=got, fix=did_you_mean(name, filter(None, names)))
 
 
 DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, torch.dropout}

@@ -3,6 +3,7 @@
 import inspect
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -13,9 +14,8 @@ from typing import Any, no_type_check
 import torch
 from torch import Tensor, nn
 
-from rankwise._internals.forward import map_tensors
+from rankwise._internals.batches import map_tensors
 from rankwise._internals.torch_private import forget_global_hook, in_backward
-from rankwise.tracing.trace import CallId
 
 Arguments = dict[str, Any]
 Listener = Callable[["ModuleCall"], None]
@@ -23,11 +23,29 @@ ABSENT = object()
 """Marker for an argument that the module does not have or did not receive."""
 
 
+@dataclass(frozen=True)
+class CallId:
+    """Address of a module call in one forward pass; unlike `Address`, it contains no layer index."""
+
+    module: str
+    index: int
+    """Index among all calls of the module in the forward pass, from 0."""
+
+
+class CallCounter(Counter[str]):
+    """Counter that numbers the calls of each module from 0."""
+
+    def count(self, module: str) -> CallId:
+        """Return the address of the next call of a module, and increment its count."""
+        self[module] += 1
+        return CallId(module, self[module] - 1)
+
+
 @dataclass
 class ModuleCall:
     """Record of a module call that is running or has just ended, shared by all parts of a capture.
 
-    The module docstring of `rankwise.tracing.context` lists which part writes which field, and when.
+    The module docstring of `rankwise.tracing.capture_context` lists which part writes which field, and when.
     """
 
     name: str
@@ -44,8 +62,6 @@ class ModuleCall:
     exit_stack: ExitStack = field(default_factory=ExitStack)
     block: Any = None
     """`Block` record of the call while it runs, if its module may be a block."""
-    unfinished: list[Any] = field(default_factory=list)
-    """`Unfinished` mixings of the call, which become mixers when it ends unless the model multiplies on."""
     called_inside: bool = False
     """True if a submodule was called during the call."""
     mixed_inside: bool = False
@@ -74,8 +90,8 @@ class ModuleCall:
     @property
     def stream(self) -> Tensor | None:
         """First argument of shape (B, T, D); without one, the first of shape (T, D), then of four axes."""
-        found = (first_tokens(self.tensors, axes) for axes in (3, 2, 4))
-        return next((tokens for tokens in found if tokens is not None), None)
+        tensors = (first_tokens(self.tensors, axes) for axes in (3, 2, 4))
+        return next((tokens for tokens in tensors if tokens is not None), None)
 
     def argument(self, name: str) -> Any:
         """Return the argument called ``name`` in ``forward``; `ABSENT` if the call has no such argument."""
@@ -103,8 +119,8 @@ def tensors_of(output: object) -> list[Tensor]:
         output = tuple(output.values())
     values = output if isinstance(output, tuple | list) else (output,)
     nested = [value for value in values if isinstance(value, tuple | list | Mapping)]
-    own = [value for value in values if isinstance(value, Tensor)]
-    return own + [tensor for value in nested for tensor in tensors_of(value)]
+    direct = [value for value in values if isinstance(value, Tensor)]
+    return direct + [tensor for value in nested for tensor in tensors_of(value)]
 
 
 def parameter_names(module: nn.Module) -> tuple[str, ...]:
@@ -255,16 +271,16 @@ class Hook:
         return partial, (_ignore,)
 
 
-def same(known: Tensor | None, tensor: Tensor | None) -> bool:
+def same(first: Tensor | None, second: Tensor | None) -> bool:
     """Return True if two tensors are views of the same entries of the same memory."""
-    if known is None or tensor is None or known is tensor:
-        return known is tensor
-    if known.is_nested or tensor.is_nested or known.device != tensor.device or known.device.type == "meta":
+    if first is None or second is None or first is second:
+        return first is second
+    if first.is_nested or second.is_nested or first.device != second.device or first.device.type == "meta":
         return False
-    if known.shape != tensor.shape:
+    if first.shape != second.shape:
         return False
     try:
-        return known.data_ptr() == tensor.data_ptr() and known.stride() == tensor.stride()
+        return first.data_ptr() == second.data_ptr() and first.stride() == second.stride()
     except RuntimeError:  # sparse tensors, and tensors inside torch.vmap, have no data pointer
         return False
 

@@ -20,9 +20,7 @@ from rankwise._internals.linalg import as_float64
 from rankwise._internals.records import grouped
 from rankwise._internals.rotary import fit_rotation
 from rankwise.operators import DenseMixing, SoftmaxMixing
-from rankwise.tracing.context import capture
-from rankwise.tracing.module_calls import RecordedCall, record_calls
-from rankwise.tracing.trace import CapturedMixer
+from rankwise.tracing import CapturedMixer, RecordedCall, capture, record_calls
 
 CLOSE = 64
 """Largest allowed difference of heads and linear output, in units of eps times the largest entry."""
@@ -124,20 +122,13 @@ class ObservedPass:
     def projections(self, name: str, call: int = -1) -> "MixerProjections":
         """Return the finder for a mixer in one of its calls, by default the last."""
         last = {module: calls[min(call, len(calls) - 1)] for module, calls in self.calls.items()}
-        outputs = {module: seen.output for module, seen in last.items()}
-        tensors = {
-            module: output
-            for module, output in outputs.items()
-            if isinstance(output, Tensor) and output.dim()
-        }
-        inputs = {module: seen.args[0] for module, seen in last.items() if seen.args}
-        linear, others = (
-            _near(name, {module: x for module, x in tensors.items() if (module in self.linear) == kind})
-            for kind in (True, False)
-        )
+        outputs = {module: seen.output for module, seen in last.items() if _is_array(seen.output)}
+        firsts = {module: seen.args[0] for module, seen in last.items() if seen.args}
+        inputs = {module: first for module, first in firsts.items() if _is_array(first)}
+        linear = _near(name, {module: x for module, x in outputs.items() if module in self.linear})
+        others = _near(name, {module: x for module, x in outputs.items() if module not in self.linear})
         mixer = self.mixers[name][call] if name in self.mixers else None
-        tokens = {module: x for module, x in inputs.items() if isinstance(x, Tensor)}
-        return MixerProjections(self.model, name, linear, others, tokens, mixer)
+        return MixerProjections(self.model, name, linear, others, inputs, mixer)
 
 
 def observe(
@@ -160,11 +151,9 @@ def _is_array(value: Any) -> bool:
 
 def _near(site: str, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the outputs inside a module; if there are none, the outputs inside its parent module."""
-    parent = site.rpartition(".")[0]
-    inside = [name for name in outputs if name.startswith(f"{site}.") or not site]
-    return {
-        name: outputs[name] for name in inside or [name for name in outputs if name.startswith(f"{parent}.")]
-    }
+    around = f"{site.rpartition('.')[0]}."
+    inside = {name: x for name, x in outputs.items() if name.startswith(f"{site}.") or not site}
+    return inside or {name: x for name, x in outputs.items() if name.startswith(around)}
 
 
 # --- the finder ------------------------------------------------------------------------------------------
@@ -289,10 +278,8 @@ class MixerProjections:
         shapes: dict[str, torch.Size] = {}
         for name, layer in self.model.get_submodule(self.name).named_modules():
             if linear_parts(layer) is None and not isinstance(layer, nn.Embedding):
-                weights = layer.named_parameters(name, recurse=False)
-                shapes |= {
-                    place: x.shape for place, x in weights if x.dim() > 1 and not x.numel() % (count * width)
-                }
+                weights = dict(layer.named_parameters(name, recurse=False)).items()
+                shapes |= {x: w.shape for x, w in weights if w.dim() > 1 and not w.numel() % (count * width)}
         if shapes:
             listed = ", ".join(f"{place!r} {tuple(shape)}" for place, shape in [*shapes.items()][:3])
             return f"its {what} come from parameters of its own, not from an nn.Linear: {listed}"

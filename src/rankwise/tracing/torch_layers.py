@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from rankwise.operators import SoftmaxMixing
 from rankwise.tracing.axes import padded
-from rankwise.tracing.mixing_calls import MixingCall
 from rankwise.tracing.module_calls import ModuleCall
+from rankwise.tracing.read_operators import MixingCall
 
 ATTRIBUTES = (
     *("num_heads", "in_proj_weight", "in_proj_bias", "bias_k", "bias_v", "add_zero_attn"),
@@ -69,10 +69,10 @@ def functional_mixing(args: tuple[Any, ...], kwargs: dict[str, Any], outer: Modu
     given = inspect.signature(F.multi_head_attention_forward).bind(*args, **kwargs).arguments
     if given.get("static_k") is not None or given.get("static_v") is not None:
         return None
-    own = {name: given.get(name) for name in ATTRIBUTES}
+    attributes = {name: given.get(name) for name in ATTRIBUTES}
     if given.get("use_separate_proj_weight", False):
-        own["in_proj_weight"] = None
-    return from_attention(SimpleNamespace(batch_first=False, **own), given, outer)
+        attributes["in_proj_weight"] = None
+    return from_attention(SimpleNamespace(batch_first=False, **attributes), given, outer)
 
 
 def attention_by_heads(

@@ -1,6 +1,5 @@
 """Results of a capture: mixers, token states, and modules that were not captured."""
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -10,25 +9,7 @@ from torch import Tensor
 from rankwise._internals.records import Address, UncapturedModule
 from rankwise.errors import strip_control
 from rankwise.operators import MixingOperator
-
-
-@dataclass(frozen=True)
-class CallId:
-    """Address of a module call in one forward pass; unlike `Address`, it contains no layer index."""
-
-    module: str
-    index: int
-    """Index among all calls of the module in the forward pass, from 0."""
-
-
-class CallCounter(Counter[str]):
-    """Counter that numbers the calls of each module from 0."""
-
-    def count(self, module: str) -> CallId:
-        """Return the address of the next call of a module, and increment its count."""
-        self[module] += 1
-        return CallId(module, self[module] - 1)
-
+from rankwise.tracing.module_calls import CallId
 
 UNNUMBERED = CallId("", 0)
 

@@ -91,7 +91,6 @@ class Table {
 
 function makeTables() {
   if (find("#head-table")) new Table(find("#head-table"), headTable());
-  if (find("#state-table")) new Table(find("#state-table"), report.states);
 }
 
 starters.push(makeTables);

@@ -7,18 +7,22 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from rankwise._internals.forward import map_tensors
+from rankwise._internals.batches import map_tensors
 from rankwise.errors import RankwiseError, described
 from rankwise.operators import MixingOperator
-from rankwise.tracing.mixing_calls import MixingCall, has_cache
 from rankwise.tracing.module_calls import ABSENT, ModuleCall, ModuleCalls, RecordedCall
-from rankwise.tracing.uncaptured import Sightings, why_no_operator
+from rankwise.tracing.read_operators import MixingCall, has_cache
+from rankwise.tracing.uncaptured import Sightings, has_no_operator
 
 FUSED = (
     "a fused kernel ran in place of its submodules, so its operator is unknown; call model.eval(), or run it "
     "without the kernel"
 )
 OFFLOADED = "its weights are offloaded again once it has run; capture it with all weights on a device"
+NO_MATRIX = (
+    "it mixes tokens, but not by a matrix that capture can read; name it in `sites=` with a function of "
+    "your own to capture it"
+)
 NO_TOKENS = "it was called with no tokens or no sequences"
 PACKED = "a row holds several sequences, as its arguments say; pass each sequence as a separate row"
 CONTINUED = (
@@ -114,9 +118,9 @@ class StateSpaceReader(OperatorReader):
 
     def why_not(self, call: ModuleCall) -> str | None:
         """Return a reason if a cache holds earlier tokens, or a batch row packs several sequences."""
-        at = getattr(call.module, "layer_idx", None)
+        layer = getattr(call.module, "layer_idx", None)
         for cache in map(call.argument, ("cache_params", "past_key_values")):
-            if cache not in (None, ABSENT) and cache.get_conv_state(at) is not None:
+            if cache not in (None, ABSENT) and cache.get_conv_state(layer) is not None:
                 return CONTINUED
         packed = any(call.kwargs.get(name) is not None for name in ("seq_idx", "cu_seq_lens_q"))
         return PACKED if packed else None
@@ -174,12 +178,12 @@ class NoOperatorReader(OperatorReader):
     """Reader that refuses layers without a readable operator, so that no part of them counts as a mixer."""
 
     def reads(self, module: nn.Module) -> bool:
-        """Return True for a layer for which `why_no_operator` has a reason."""
-        return why_no_operator(module) is not None
+        """Return True for a layer that mixes tokens, but not by one readable matrix."""
+        return has_no_operator(module)
 
     def mixing(self, call: ModuleCall, inner: InnerCalls, values: bool) -> MixingCall:
-        """Raise `NotExactError` with the reason of `why_no_operator`."""
-        raise NotExactError(why_no_operator(call.module) or "it has no operator")
+        """Raise `NotExactError`."""
+        raise NotExactError(NO_MATRIX)
 
 
 class RunningReaders:

@@ -8,8 +8,8 @@ from torch.nn import functional as F
 
 from rankwise.operators import SelectiveMixing, SemiseparableMixing
 from rankwise.operators.toeplitz import short_convolution
-from rankwise.tracing.mixing_calls import MixingCall
 from rankwise.tracing.module_calls import ModuleCall
+from rankwise.tracing.read_operators import MixingCall
 from rankwise.tracing.readers.base import InnerCalls, StateSpaceReader, check_on_device, output_of
 
 
@@ -47,8 +47,8 @@ class MambaReader(StateSpaceReader):
         projected = output_of(inner, "x_proj")
         parts = projected.split([projected.shape[-1] - 2 * size, size, size], dim=-1)
         time_step, b, c = (
-            next((inner[norm].output for norm in norms if norm in inner), part)
-            for norms, part in zip(zip(*self.norms, strict=True), parts, strict=True)
+            next((inner[norm].output for norm in norms if norm in inner), projection)
+            for norms, projection in zip(zip(*self.norms, strict=True), parts, strict=True)
         )
         bias = mixer.dt_proj.bias
         if "dt_proj" in inner:  # quantized models call the projection as a module
@@ -144,7 +144,9 @@ class Mamba2Reader(StateSpaceReader):
         x = without_padding(convolved(conv, x, mixer.act), call.argument("attention_mask"))
         shared = (mixer.conv_dim - mixer.intermediate_size) // 2
         x, b, c = x.split([mixer.intermediate_size, shared, shared], dim=-1)
-        b, c = (part.unflatten(-1, (mixer.n_groups, -1)).transpose(1, 2).float() for part in (b, c))
+        b, c = (
+            projection.unflatten(-1, (mixer.n_groups, -1)).transpose(1, 2).float() for projection in (b, c)
+        )
         heads = x.unflatten(-1, (mixer.num_heads, -1)).transpose(1, 2)
         delta = F.softplus(dt + mixer.dt_bias.detach().to(dt.dtype))
         delta = delta.clamp(*mixer.time_step_limit).float().transpose(1, 2)

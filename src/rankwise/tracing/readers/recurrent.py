@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 from rankwise._internals.linalg import as_float64
 from rankwise.operators import DiagonalMixing, GatedDeltaMixing, IndexedMixing, SemiseparableMixing, SumMixing
-from rankwise.tracing.mixing_calls import MixingCall
 from rankwise.tracing.module_calls import ABSENT, ModuleCall
+from rankwise.tracing.read_operators import MixingCall
 from rankwise.tracing.readers.base import (
     CONTINUED,
     InnerCalls,
@@ -147,16 +147,16 @@ def weighted_means(key: Tensor, log_decay: Tensor, bonus: Tensor) -> SumMixing:
     decayed = torch.arange(k.shape[-1], device=k.device) * log_decay
     total = torch.logcumsumexp(k - decayed, -1) + decayed  # log of the sum of weights after each token
     before = F.pad(total[..., :-1], (1, 0), value=-torch.inf)
-    own = as_float64(bonus)[:, None] + k
-    mean = torch.logaddexp(before, own)
+    self_weight = as_float64(bonus)[:, None] + k
+    mean = torch.logaddexp(before, self_weight)
     decay = (before + log_decay - total).nan_to_num(neginf=0.0)
-    steps = decay, (k - total).exp(), (before - mean).exp(), (own - mean).exp()
-    decay, enter, read, own = (step.to(key) for step in steps)
+    steps = decay, (k - total).exp(), (before - mean).exp(), (self_weight - mean).exp()
+    decay, enter, read, self_weight = (step.to(key) for step in steps)
     # shift by one token: row t reads the state after token t − 1
     c = F.pad(read, (0, 1))[..., None]
     scan = SemiseparableMixing(c, torch.ones_like(c), F.pad(decay, (1, 0)), F.pad(enter, (1, 0)))
     last = torch.arange(c.shape[-2], device=c.device)
-    return SumMixing(IndexedMixing(scan, last < len(last) - 1, last > 0), DiagonalMixing(own))
+    return SumMixing(IndexedMixing(scan, last < len(last) - 1, last > 0), DiagonalMixing(self_weight))
 
 
 class GatedDeltaReader(StateSpaceReader):
@@ -207,8 +207,8 @@ class GatedDeltaReader(StateSpaceReader):
         query, key, value = tokens.split([keys // 2, keys // 2, tokens.shape[-1] - keys], dim=-1)
         normed = _divided if by_feature else _scaled
         query, key = (  # contiguous as in the layer: strides change how a norm is summed
-            normed(part.unflatten(-1, (-1, width)).transpose(1, 2).contiguous().float())
-            for part in (query, key)
+            normed(heads_of.unflatten(-1, (-1, width)).transpose(1, 2).contiguous().float())
+            for heads_of in (query, key)
         )
         groups = heads // key.shape[1]
         operator = GatedDeltaMixing(
@@ -236,7 +236,7 @@ def _by_token(layer: Any, inner: InnerCalls) -> Projected:
     if hasattr(layer, "in_proj_qkvz"):  # Qwen3-Next interleaves the heads
         parts = (output_of(inner, name) for name in ("in_proj_qkvz", "in_proj_ba"))
         *projected, gate, b, a = layer.fix_query_key_value_ordering(*parts)
-        joined, gate = torch.cat([part.flatten(2) for part in projected], -1), gate.flatten(2)
+        joined, gate = torch.cat([tensor.flatten(2) for tensor in projected], -1), gate.flatten(2)
     elif hasattr(layer, "in_proj_qkv"):
         names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
         joined, gate, b, a = (output_of(inner, name) for name in names)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from rankwise.operators import SoftmaxMixing
-from rankwise.tracing.mixing_calls import MixingCall
 from rankwise.tracing.module_calls import ModuleCall
+from rankwise.tracing.read_operators import MixingCall
 from rankwise.tracing.readers.base import InnerCalls, NotExactError, OperatorReader, output_of, split_heads
 
 DRAWN = "in training it draws its random blocks inside itself; call model.eval()"
@@ -41,10 +41,10 @@ class LongformerReader(OperatorReader):
             return MixingCall(operator, value, output, whole=True)
         is_global = call.argument("is_index_global_attn")
         chosen = torch.zeros_like(query)
-        at = torch.nonzero(is_global, as_tuple=True)
-        place = is_global.cumsum(1)[at] - 1
-        own = output_of(inner, "query_global").unflatten(-1, (layer.num_heads, -1))
-        chosen[at[0], :, at[1]] = own[place, at[0]]
+        places = torch.nonzero(is_global, as_tuple=True)
+        place = is_global.cumsum(1)[places] - 1
+        global_queries = output_of(inner, "query_global").unflatten(-1, (layer.num_heads, -1))
+        chosen[places[0], :, places[1]] = global_queries[place, places[0]]
         key_global = split_heads(output_of(inner, "key_global").transpose(0, 1), layer.num_heads)
         query = query.masked_fill(is_global[:, None, :, None], 0)
         allowed = _local(layer, masked | is_global) | (is_global[:, None, None] & ~masked[:, None, :, None])
@@ -89,9 +89,9 @@ class BigBirdReader(OperatorReader):
 def _log_counts(layer: Any, tokens: int) -> Tensor:
     """Return log n (T, T), where the softmax of a row counts a column n times; −∞ for n = 0."""
     blocks = tokens // layer.block_size
-    at = torch.arange(blocks)
-    near = (at[:, None] - at).abs() <= 1
-    ends = (at == 0) | (at == blocks - 1)
+    block = torch.arange(blocks)
+    near = (block[:, None] - block).abs() <= 1
+    ends = (block == 0) | (block == blocks - 1)
     seen = (near | ends | ends[:, None]).double().log()
     seen[1:-1, 0] = math.log(1 + layer.num_random_blocks)
     return seen.repeat_interleave(layer.block_size, 0).repeat_interleave(layer.block_size, 1)

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from rankwise.auditing.text_inputs import evenly, text_batches
+from rankwise.auditing.batches import evenly, text_batches
 from rankwise.errors import InputError
 
 LETTERS = "abcdefgh"

@@ -20,7 +20,7 @@ Records = Literal["heads", "states", "findings", "uncaptured"]
 """Kinds of records of an audit: fields of `Audit`."""
 
 COPIES = ("init_numerical_rank", "init_effective_rank", "removal_cost")
-"""Measures without columns of their own, because ``importance_*`` and ``baseline_*`` contain them."""
+"""Measures without columns of their own, because ``importance_*`` and ``at_init_*`` contain them."""
 FORMULA = ("=", "+", "-", "@", "\t", "\r")
 """First characters of a text that spreadsheets run as a formula."""
 
@@ -29,9 +29,9 @@ _MEASURES = {
     "states": [measure.name for measure in STATE_MEASURES],
 }
 _BEFORE = {
-    "heads": "stack site layer head kind mask cross call sequences nonfinite estimated fallbacks tokens "
-    "sources full_rank head_dim",
-    "states": "stack site blocks sequences nonfinite tokens hidden_size",
+    "heads": "stack site layer head kind mask cross call sequences nonfinite_sequences "
+    "estimated_sequences svd_sequences tokens sources full_rank head_dim",
+    "states": "stack site blocks sequences nonfinite_sequences tokens hidden_size",
     "findings": "code severity stack layer site head",
     "uncaptured": "name type reason",
 }
@@ -50,7 +50,7 @@ def table(
 
     A measure is followed by its standard deviation over sequences, ``NAME_std``, and by the standard error of
     its estimate, ``NAME_stderr``. Costs of removal are ``importance_*``. Measures at initialization are
-    ``baseline_*``, with their standard deviation over seeds, ``baseline_*_seed_std``. Columns of these kinds
+    ``at_init_*``, with their standard deviation over seeds, ``at_init_*_seed_std``. Columns of these kinds
     that no record has are left out, and so are lists, such as spectra and attention maps.
     """
     one_of("records", kind, get_args(Records))
@@ -58,16 +58,16 @@ def table(
     measures = _MEASURES.get(kind, [])
     numbers, always = [*measures, *after], [*before, *measures, *after]
     rows = [_row(record, always, provenance) for record in records]
-    known = dict.fromkeys(name for row in rows for name in row)
+    present = dict.fromkeys(name for row in rows for name in row)
     listed = [
         *before,
-        *(name for name in known if name.startswith("evidence_")),
+        *(name for name in present if name.startswith("evidence_")),
         *(f"{name}{end}" for name in numbers for end in ("", "_std", "_stderr")),
         *(f"importance_{name}" for name in HeadImportance.model_fields),
-        "baseline_seeds",
-        *(f"baseline_{name}{end}" for name in numbers for end in ("", "_std", "_seed_std")),
+        "at_init_seeds",
+        *(f"at_init_{name}{end}" for name in numbers for end in ("", "_std", "_seed_std")),
     ]
-    columns = [name for name in listed if name in always or name in known]
+    columns = [name for name in listed if name in always or name in present]
     return columns, [{name: row.get(name) for name in columns} for row in rows]
 
 
@@ -79,9 +79,9 @@ def _row(record: Any, always: Iterable[str], provenance: Provenance | None) -> R
     for name, pattern in (("std", "{}_std"), ("stderr", "{}_stderr"), ("evidence", "evidence_{}")):
         row |= _named(pattern, getattr(record, name, {}))
     row |= _named("importance_{}", dict(getattr(record, "importance", None) or {}))
-    if (baseline := getattr(record, "baseline", None)) is not None:
-        row |= {"baseline_seeds": baseline.seeds} | _named("baseline_{}", baseline.mean)
-        row |= _named("baseline_{}_std", baseline.std) | _named("baseline_{}_seed_std", baseline.seed_std)
+    if (initial := getattr(record, "at_init", None)) is not None:
+        row |= {"at_init_seeds": initial.seeds} | _named("at_init_{}", initial.mean)
+        row |= _named("at_init_{}_std", initial.std) | _named("at_init_{}_seed_std", initial.seed_std)
     return row
 
 

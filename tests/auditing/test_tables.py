@@ -17,11 +17,11 @@ from tests.support.records import HEAD_MEASURES, changed
 from tests.unchecked import unchecked
 
 import rankwise as rw
-from rankwise.auditing.frames import COPIES, csv_text, table
+from rankwise.auditing.tables import COPIES, csv_text, table
 from rankwise.errors import InputError
 
 SMALL = [name for name in records.ALL if name != "large"]
-KINDS = ("heads", "layers", "findings", "uncaptured")
+KINDS = ("heads", "states", "findings", "uncaptured")
 HOSTILE = ('=HYPERLINK("http://x")', "+1", "-1", "@SUM(A1)", "\t=1", "\r=1", 'a,"b"\nc', records.NASTY, "")
 
 
@@ -30,7 +30,7 @@ ENCODER = records.encoder()
 
 @pytest.fixture(scope="module")
 def audit() -> rw.Audit:
-    return rw.audit(nano_gpt(), [token_ids()], importance=True, baseline=2)
+    return rw.audit(nano_gpt(), [token_ids()], importance=True, at_init=2)
 
 
 def cells(path: Path) -> tuple[list[str], list[list[str]]]:
@@ -78,8 +78,8 @@ def test_a_cell_does_not_begin_like_a_formula(name: str, tmp_path: Path) -> None
 
 
 def test_a_negative_number_is_not_a_formula(tmp_path: Path) -> None:
-    layers = [layer.model_copy(update={"mean_cosine": -0.25}) for layer in ENCODER.states]
-    head, rows = cells(changed(ENCODER, layers=layers).to_csv(tmp_path, "layers"))
+    states = [state.model_copy(update={"mean_cosine": -0.25}) for state in ENCODER.states]
+    head, rows = cells(changed(ENCODER, states=states).to_csv(tmp_path, "states"))
     assert {row[head.index("mean_cosine")] for row in rows} == {"-0.25"}
     assert (tmp_path / "states.csv").exists()
 
@@ -87,7 +87,7 @@ def test_a_negative_number_is_not_a_formula(tmp_path: Path) -> None:
 def test_columns_follow_the_table_of_measures_each_with_its_spread(audit: rw.Audit) -> None:
     columns, _ = table("heads", audit.heads)
     measures = [measure.name for measure in HEAD_MEASURES if measure.name not in COPIES]
-    assert not set(columns) & set(COPIES)  # they are there once, as importance_… and baseline_…
+    assert not set(columns) & set(COPIES)  # they are there once, as importance_… and at_init_…
     assert [name for name in columns if name in measures] == measures
     for name in audit.heads[0].std:
         assert columns[columns.index(name) + 1] == f"{name}_std"
@@ -101,11 +101,11 @@ def test_numbers_of_a_frame_equal_the_records(audit: rw.Audit) -> None:
     for at, head in enumerate(audit.heads):
         assert frame["numerical_rank"][at] == head.numerical_rank
         assert frame["stable_rank_std"][at] == head.std["stable_rank"]
-        assert frame["baseline_stable_rank"][at] == head.baseline.mean["stable_rank"]
-        assert frame["baseline_stable_rank_std"][at] == head.baseline.std["stable_rank"]
-        assert frame["baseline_stable_rank_seed_std"][at] == head.baseline.seed_std["stable_rank"]
-        assert frame["importance_gradient"][at] == head.importance.gradient
-    assert list(audit.to_frame("layers")["layer"]) == [0, 1, 2, 3]
+        assert frame["at_init_stable_rank"][at] == head.at_init.mean["stable_rank"]
+        assert frame["at_init_stable_rank_std"][at] == head.at_init.std["stable_rank"]
+        assert frame["at_init_stable_rank_seed_std"][at] == head.at_init.seed_std["stable_rank"]
+        assert frame["importance_curvature"][at] == head.importance.curvature
+    assert list(audit.to_frame("states")["blocks"]) == [0, 1, 2, 3]
     assert len(changed(audit, findings=[]).to_frame("findings")) == 0
 
 

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import Any
@@ -13,13 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
-from rankwise._internals.torch_private import in_function_transform, without_torch_function, without_vmap
+from rankwise._internals.torch_private import without_torch_function
 from rankwise.operators import (
     DenseMixing,
-    DiagonalMixing,
-    LinearAttentionMixing,
     MixingOperator,
-    ProductMixing,
     SoftmaxMixing,
 )
 from rankwise.tracing.axes import (
@@ -33,9 +30,8 @@ from rankwise.tracing.axes import (
     unpacked_groups,
 )
 from rankwise.tracing.explicit_softmax import SoftmaxProduct
-from rankwise.tracing.module_calls import ABSENT, ModuleCall, parameter_names, same, snapshot
-from rankwise.tracing.score_masks import Entries
-from rankwise.tracing.trace import CallId, CapturedMixer
+from rankwise.tracing.module_calls import ABSENT, CallId, ModuleCall, parameter_names, same, snapshot
+from rankwise.tracing.trace import CapturedMixer
 
 ROUTER = "a softmax weighs several values within each token, as a router does"
 STREAMS = "a softmax mixes several vectors within each token, as hyper-connections do"
@@ -50,6 +46,7 @@ CACHE_ARGUMENTS = (
     *("past_key_values", "past_key_value", "layer_past", "past"),
     *("cache_params", "kv_cache", "cache"),
 )
+NOT_TOKENS = "are vectors of the layer (learned, padded or pooled), not the tokens of an input"
 OWN_MASK, OTHER_MASK, DECODER_MASK = "attention_mask", "encoder_attention_mask", "decoder_attention_mask"
 FUSED_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
 """Names of the arguments of `scaled_dot_product_attention`, in order."""
@@ -78,65 +75,12 @@ class MixingCall:
     """Kind of mixer; "" for the kind of the operator."""
 
 
-@dataclass
-class Unfinished:
-    """A mixing whose output the model may multiply or scale before it goes on per token."""
-
-    mixing: MixingCall
-    per_token: bool
-    """True if the rows of the operator are tokens, so that only factors of the rows may follow."""
-    used: bool = False
-    """True if it is a part of a later operator, or is a mixer already."""
-    call_id: CallId | None = None
-    """Address of the call, if an intervention may replace its heads before the call ends."""
-
-    def scale_rows(self, factor: Tensor, output: Tensor) -> bool:
-        """Multiply the rows by factors, the same for all channels; False if they are no such factors."""
-        operator, axes = self.mixing.operator, self.mixing.axes
-        if axes is None or not self.per_token:
-            return False
-        factors = axes.to_heads(factor.detach().expand(output.shape))
-        if not bool((factors == factors[..., :1]).all()):
-            return False
-        self.mixing = replace(
-            self.mixing,
-            operator=ProductMixing(DiagonalMixing(factors[..., 0]), operator),
-            output=axes.to_heads(output.detach()),
-            kind=self.mixing.kind or operator.kind,
-        )
-        return True
-
-
-def composed(mixing: MixingCall, inner: Unfinished | None) -> MixingCall:
-    """Return the mixing of M₂ (M₁ V) with the product M₂ M₁ as its operator; ``inner`` is M₁ V."""
-    if inner is None:
-        return mixing
-    operator = ProductMixing(mixing.operator, inner.mixing.operator)
-    inner.used = True
-    return replace(mixing, operator=operator, values=inner.mixing.values, kind="")
-
-
-def unfinished(mixing: MixingCall, calls: Sequence[ModuleCall]) -> bool:
-    """Return True if the rows of an operator are not tokens, such as the landmarks of Nyström attention."""
-    batch, _, rows, columns = mixing.operator.shape
-    if batch > sequences_behind(calls, mixing.operator):
-        return False  # the rows are windows or chunks of tokens
-    # Queries (B, H, T, K) that a module receives may be landmarks.
-    lengths = lengths_of(calls, most_axes=3)
-    return bool(lengths) and 1 < rows < columns and rows not in lengths | areas_of(calls)
-
-
-def fused_mixing(
-    given: dict[str, Any], output: Tensor, call: ModuleCall, inner: Unfinished | None
-) -> MixingCall:
+def fused_mixing(given: dict[str, Any], output: Tensor, call: ModuleCall) -> MixingCall:
     """Return the operator that `scaled_dot_product_attention` applied."""
-    mapped, unmap = output, _without_vmap(output, call)
-    given = {name: unmap(one) if isinstance(one, Tensor) else one for name, one in given.items()}
-    output = unmap(output)
-    query, key, value = _same_axes(*(given[name].detach() for name in FUSED_ARGUMENTS[:3]))
+    query, key, value = (given[name].detach() for name in FUSED_ARGUMENTS[:3])
     query, key = query.clone(), key.clone()  # the model may change its own, such as a static cache of keys
     mask = given.get("attn_mask")
-    if isinstance(mask, CausalBias):  # its data are not the mask that it stands for
+    if isinstance(mask, CausalBias):  # the values of a CausalBias are not its mask
         later = mask.seq_len_kv - mask.seq_len_q if mask.variant is CausalVariant.LOWER_RIGHT else 0
         mask = query.new_ones(mask.seq_len_q, mask.seq_len_kv, dtype=torch.bool).tril(later)
     if mask is not None and mask.dim() > 2 and (mask.dim() != 4 or query.dim() != 4):
@@ -149,8 +93,7 @@ def fused_mixing(
     causal, scale = bool(given.get("is_causal", False)), given.get("scale")
     operator = SoftmaxMixing(layout(unpack(query)), layout(key), mask, causal, scale)
     axes = HeadAxes(lambda out: layout(unpack(out)), lambda heads: heads.reshape(shape))
-    mixing = MixingCall(operator, layout(value), axes.to_heads(output.detach()))
-    return composed(mixing if mapped is not output else replace(mixing, axes=axes), inner)
+    return MixingCall(operator, layout(value), axes.to_heads(output.detach()), axes=axes)
 
 
 def flex_mixing(args: tuple[Any, ...], output: Tensor, call: ModuleCall) -> MixingCall:
@@ -159,9 +102,9 @@ def flex_mixing(args: tuple[Any, ...], output: Tensor, call: ModuleCall) -> Mixi
     score_mod, (*_, mask_mod), scale, _, score_buffers, mask_buffers = args[3:9]
     groups = query.shape[1] // key.shape[1]
     scores = (query @ key.repeat_interleave(groups, 1).mT).mul(scale)
-    at = [torch.arange(size, device=query.device) for size in scores.shape]
-    scores = _each_entry(lambda *entry: score_mod(*entry, *score_buffers))(scores, *at)
-    allowed = _each_entry(lambda _, *entry: mask_mod(*entry, *mask_buffers))(scores, *at)
+    indices = [torch.arange(size, device=query.device) for size in scores.shape]
+    scores = _each_entry(lambda *entry: score_mod(*entry, *score_buffers))(scores, *indices)
+    allowed = _each_entry(lambda _, *entry: mask_mod(*entry, *mask_buffers))(scores, *indices)
     weights = scores.masked_fill(~allowed, -torch.inf).softmax(-1).nan_to_num(0.0)
     axes = HeadAxes(lambda out: out, lambda heads: heads)
     return MixingCall(_dense(weights, allowed), value, output.detach(), axes=axes, kind="softmax")
@@ -183,63 +126,16 @@ def _dense(weights: Tensor, allowed: Tensor | None) -> DenseMixing:
 
 
 def explicit_mixing(mixed: SoftmaxProduct, call: ModuleCall) -> MixingCall:
-    """Return the operator of attention that the model computes as a matrix product, or as two products."""
-    mixed = _product_without_vmap(mixed, call) if in_function_transform() else mixed
-    matrix, values = mixed.matrix.detach(), mixed.values.detach()
-    if matrix.dim() < values.dim():  # the same weights for every sequence
-        matrix = matrix.expand(*values.shape[:-2], *matrix.shape[-2:])
+    """Return the operator of attention that the model computes as a product of a softmax with values."""
+    matrix, axes, shape = mixed.matrix.detach(), mixed.axes, mixed.output.shape
     layout = layout_of(matrix.shape, call)
-    operator: MixingOperator
-    if mixed.keys is not None:
-        keys, matrix = mixed.keys.detach().mT.clone(), matrix.clone()
-        keys, values = (part.expand(*matrix.shape[:-2], *part.shape[-2:]) for part in (keys, values))
-        operator = LinearAttentionMixing(layout(matrix), layout(keys))
-    else:
-        allowed = None if mixed.allowed is None else mixed.allowed.of(mixed.matrix.shape)
-        operator = _dense(layout(matrix), None if allowed is None else layout(allowed.expand(matrix.shape)))
-    output, axes, heads_axes = mixed.output, mixed.axes, None
-    if output is not None and axes is not None:
-        shape, home = output.shape, sorted(range(output.dim()), key=axes.__getitem__)
-        heads_axes = HeadAxes(
-            lambda out: layout(out.permute(*axes)), lambda heads: heads.reshape(shape).permute(*home)
-        )
-    output = None if output is None else layout(output.detach())
-    kind = "softmax" if mixed.softmax and mixed.keys is None else ""
-    return composed(MixingCall(operator, layout(values), output, axes=heads_axes, kind=kind), mixed.inner)
-
-
-def _without_vmap(like: Tensor, call: ModuleCall) -> Callable[[Tensor], Tensor]:
-    """Return a function that adds the axes mapped by `torch.vmap` to tensors; sequences come before heads."""
-    physical = without_vmap(like)
-    given = given_shape(call, like.shape[-2])
-    leading = physical.shape[:-2]
-    heads_first = len(leading) == 2 and given is not None and leading[0] != given[0] == leading[1]
-
-    def unmap(tensor: Tensor) -> Tensor:
-        whole = without_vmap(tensor)
-        whole = whole.expand(*physical.shape[: physical.dim() - whole.dim()], *whole.shape)
-        return whole.transpose(0, 1) if heads_first else whole
-
-    return unmap if physical is not like else lambda tensor: tensor
-
-
-def _product_without_vmap(mixed: SoftmaxProduct, call: ModuleCall) -> SoftmaxProduct:
-    """Return a product inside `torch.vmap` as a product of tensors that have the mapped axes too."""
-    unmap, allowed = _without_vmap(mixed.matrix, call), mixed.allowed
-    parts: dict[str, Any] = {name: getattr(mixed, name) for name in ("matrix", "values", "output", "keys")}
-    if allowed is not None:
-        seen = unmap(allowed.of(mixed.matrix.shape))
-        allowed = Entries(seen.shape, lambda: seen)
-    parts = {name: None if part is None else unmap(part) for name, part in parts.items()}
-    return replace(mixed, **parts, allowed=allowed, axes=None)
-
-
-def mixes_without_softmax(mixed: SoftmaxProduct, calls: Sequence[ModuleCall]) -> bool:
-    """Return True if a product mixes tokens without a softmax: its rows and its sources are tokens."""
-    sources = mixed.matrix if mixed.keys is None else mixed.keys
-    lengths = lengths_of(calls) | areas_of(calls)
-    known = {mixed.matrix.shape[-2]} | (set() if mixed.inner else {sources.shape[-1]})
-    return known <= lengths and not mixed.values_learned
+    allowed = None if mixed.allowed is None else layout(mixed.allowed.of(matrix.shape))
+    home = sorted(range(len(axes)), key=axes.__getitem__)
+    head_axes = HeadAxes(
+        lambda out: layout(out.permute(*axes)), lambda heads: heads.reshape(shape).permute(*home)
+    )
+    values, output = layout(mixed.values.detach()), layout(mixed.output.detach())
+    return MixingCall(_dense(layout(matrix), allowed), values, output, axes=head_axes, kind="softmax")
 
 
 def why_no_tokens(mixed: SoftmaxProduct, calls: Sequence[ModuleCall]) -> str | None:
@@ -251,8 +147,6 @@ def why_no_tokens(mixed: SoftmaxProduct, calls: Sequence[ModuleCall]) -> str | N
     """
     matrix, call = mixed.matrix, calls[-1]
     tokens, sources = matrix.shape[-2:]
-    if mixed.inner is not None:
-        return None
     given = given_shape(call, tokens)
     count = given[1] if given is not None and matrix.dim() > 3 else 0
     if tokens == 1 and count == matrix.shape[1] and (count > 1 or not mixed.compared):
@@ -262,8 +156,6 @@ def why_no_tokens(mixed: SoftmaxProduct, calls: Sequence[ModuleCall]) -> str | N
     if mixed.values_learned:
         return f"a softmax weighs {sources} vectors that are weights of the model or made of them, not tokens"
     if not mixed.compared and mixed.values_compared:
-        if mixed.keys is not None and mixes_without_softmax(mixed, calls):
-            return None
         return "a softmax of queries alone multiplies a product of keys and values, as in linear attention"
     if tokens == sources and _are_channels(mixed, calls):
         return f"a softmax mixes {sources} channels, not tokens"
@@ -286,35 +178,17 @@ def _streams_of_each_token(matrix: Tensor, calls: Sequence[ModuleCall]) -> bool:
 def _are_channels(mixed: SoftmaxProduct, calls: Sequence[ModuleCall]) -> bool:
     """Return True if the columns of a matrix are channels: columns times heads equal the width of an input.
 
-    The columns are tokens if the width of the values times heads also equals an input's width, unless only
-    this is the number of tokens, or if the matrix has one row per input token.
+    The columns are tokens if the width of the values times heads also equals an input's width, or if the
+    matrix has one row per token of the innermost module's input (B, T, D).
     """
-    if _for_each_token(mixed.matrix, calls):
+    given = next((call.tokens for call in reversed(calls) if call.tokens is not None), None)
+    if given is not None and not given.is_nested and mixed.matrix.shape[-2] == given.shape[1]:
         return False
     layout = layout_of(mixed.matrix.shape, calls[-1])
     heads = {1, prod(mixed.matrix.shape[:-2]) // max(layout.batch, 1)}
     widths = {call.tokens.size(-1) for call in calls if call.tokens is not None}
     columns, of_values = ({t.shape[-1] * n for n in heads} for t in (mixed.matrix, mixed.values))
-    lengths = lengths_of(calls)
-    of_tokens = mixed.values.shape[-1] in lengths and mixed.matrix.shape[-1] not in lengths
-    return bool(columns & widths) and (of_tokens or not of_values & widths)
-
-
-def _for_each_token(matrix: Tensor, calls: Sequence[ModuleCall]) -> bool:
-    """Return True if the matrix has one row per token of the innermost module's input (B, T, D)."""
-    given = next((call.tokens for call in reversed(calls) if call.tokens is not None), None)
-    if given is None or given.is_nested:
-        return False
-    first, second = given.shape[:2]
-    leading, rows = matrix.shape[:-2], matrix.shape[-2]
-    return rows == second or (rows == first and first not in leading[:1] and prod(leading) % second == 0)
-
-
-def _same_axes(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Broadcast the leading axes of queries, keys and values, except the axis of heads (grouped heads)."""
-    tensors, kept = (query, key, value), 2 if query.dim() == 3 else 3
-    batch = torch.broadcast_shapes(*(tensor.shape[:-kept] for tensor in tensors))
-    return tuple(tensor.expand(*batch, *tensor.shape[-kept:]) for tensor in tensors)  # type: ignore[return-value]
+    return bool(columns & widths) and not of_values & widths
 
 
 def captured_mixer(
@@ -359,27 +233,17 @@ def axis_notes(mixing: MixingCall, calls: Sequence[ModuleCall]) -> Iterator[str]
             f"{name}: its matrices may mix {columns} channels instead of {columns} tokens, as in "
             "cross-covariance attention; a sequence of another length decides which"
         )
-    # Queries and keys (B, H, T, K) that inner modules receive may hold other vectors than tokens.
+    # Only inputs of up to three axes count: queries and keys (B, H, T, K) may hold other vectors than tokens.
     lengths = lengths_of(calls[:1]) | lengths_of(calls, most_axes=3) | areas_of(calls)
-    most = max(lengths, default=rows)
     # Fewer rows and columns than tokens are a window, or one of several packed sequences.
-    if has_cache(calls) or batch > sequences_behind(calls, operator) or rows == columns <= most:
-        return
-    inner = [tensor for tensor in plain_tensors(calls[1:]) if tensor.dim() == 3 and len(tensor) > 1]
-    expanded = {tensor.shape[1] for tensor in inner if tensor.stride(0) == 0} - lengths_of(calls[:1])
-    axes = [("rows", rows, columns), ("columns", columns, rows)]
-    for axis, count, other in axes if rows != columns else [("rows and columns", rows, most)]:
-        if _learned(count, calls):
-            what = "are learned vectors (weights of the model)"
-        elif count in expanded:
-            what = "are the same for every sequence, as learned vectors are"
-        elif count == 1 or count in lengths:
-            continue
-        elif count < (other if other in lengths else most):
-            what = "are vectors that the layer makes of tokens, such as landmarks, pooled or projected tokens"
-        else:
-            what = "hold vectors of the layer next to tokens"
-        yield f"{name}: the {count} {axis} of its matrices {what}"
+    windows = batch > sequences_behind(calls, operator) or rows == columns <= max(lengths, default=rows)
+    if not has_cache(calls) and not windows:
+        axes = [("rows", rows), ("columns", columns)]
+        for axis, count in axes if rows != columns else [("rows and columns", rows)]:
+            if _learned(count, calls):
+                yield f"{name}: the {count} {axis} of its matrices are learned vectors (weights of the model)"
+            elif count != 1 and count not in lengths:
+                yield f"{name}: the {count} {axis} of its matrices {NOT_TOKENS}"
 
 
 def _learned(count: int, calls: Sequence[ModuleCall]) -> bool:
@@ -449,9 +313,9 @@ def find_token_mask(
     ``longer``: accept a mask with more tokens, and return its last entries.
     ``past_none``: if a module received None, search the modules around it too.
     """
-    for at in reversed(range(len(calls))):
-        decodes = name == OWN_MASK and _runs_decoder(calls, at)
-        value = calls[at].argument(DECODER_MASK if decodes else name)
+    for depth in reversed(range(len(calls))):
+        decodes = name == OWN_MASK and _runs_decoder(calls, depth)
+        value = calls[depth].argument(DECODER_MASK if decodes else name)
         if isinstance(value, Tensor) and value.dim() == 2 and value.shape[0] == batch:
             fits = value.shape[1] >= length if longer else value.shape[1] == length
             if fits and _is_token_mask(value):
@@ -461,11 +325,11 @@ def find_token_mask(
     return None
 
 
-def _runs_decoder(calls: Sequence[ModuleCall], at: int) -> bool:
+def _runs_decoder(calls: Sequence[ModuleCall], depth: int) -> bool:
     """Return True if an encoder-decoder runs its decoder, so that ``attention_mask`` is for the encoder."""
-    if at + 1 == len(calls) or DECODER_MASK not in parameter_names(calls[at].module):
+    if depth + 1 == len(calls) or DECODER_MASK not in parameter_names(calls[depth].module):
         return False
-    return "decoder" in calls[at + 1].name.rpartition(".")[2]
+    return "decoder" in calls[depth + 1].name.rpartition(".")[2]
 
 
 def _is_token_mask(mask: Tensor) -> bool:

@@ -6,17 +6,17 @@ A module call goes through five steps. Each step sets the fields of `ModuleCall`
 2. `capture._entered` starts a new forward pass if the call is the outermost. In PyTorch's own layers it turns
    the function mode off (``exit_stack``). `RunningReaders.entered` sets ``reader``. `BlockFinder.entered`
    sets ``block`` if the module may be a block.
-3. The module runs. `AttentionMode` reports attention functions. `capture._add` makes a site (operator with
-   address) of each and sets ``mixed_inside``; `BlockFinder.add` hands the site to the innermost ``block``.
+3. The module runs. `AttentionMode` reports attention functions. `capture._add` makes a `CapturedMixer`
+   of each and sets ``mixed_inside``; `BlockFinder.add` hands it to the innermost ``block``.
    Functions that mix tokens without attention extend ``other_mixing``.
 4. The call ends. `ModuleCalls` sets kwargs, output and raised, and closes ``exit_stack``.
-5. `capture._left` runs `Substitution.left`. `capture._read` makes a site if ``sites=``, a reader or
-   PyTorch's own layer determines the operator. If a reader of an outer call reads this call, `_read`
+5. `capture._left` runs `Substitution.left`. `capture._read` makes a `CapturedMixer` if ``sites=``, a reader
+   or PyTorch's own layer determines the operator. If a reader of an outer call reads this call, `_read`
    records it in the outer call's ``inner``. `BlockFinder.left` decides if the call is a block, and
-   `BlockStacks` reports the sites and states of the block.
+   `BlockStacks` reports the mixers and states of the block.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from types import TracebackType
@@ -26,26 +26,27 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rankwise._internals.torch_private import original_of, without_torch_function
+from rankwise._internals.torch_private import is_mapped, original_of, without_torch_function
 from rankwise.errors import CaptureError, ShapeError
 from rankwise.operators import MixingOperator
-from rankwise.tracing import mixing_calls, model_checks, torch_layers
+from rankwise.tracing import model_checks, read_operators, torch_layers
+from rankwise.tracing.attention_mode import AttentionMode
 from rankwise.tracing.axes import learned_tokens
 from rankwise.tracing.block_finder import BlockFinder
 from rankwise.tracing.block_stacks import BlockStacks
 from rankwise.tracing.explicit_softmax import SoftmaxFollower, SoftmaxProduct
-from rankwise.tracing.function_mode import AttentionMode
 from rankwise.tracing.interventions import HeadOutputs, Intervention, Substitution
-from rankwise.tracing.mixing_calls import MixingCall, Unfinished
-from rankwise.tracing.module_calls import ModuleCall, ModuleCalls, tensors_of
+from rankwise.tracing.module_calls import CallCounter, CallId, ModuleCall, ModuleCalls
+from rankwise.tracing.read_operators import MixingCall
 from rankwise.tracing.readers import reader_of
 from rankwise.tracing.readers.base import NO_TOKENS, RunningReaders
 from rankwise.tracing.torch_layers import is_torch_layer
-from rankwise.tracing.trace import CallCounter, CallId, CapturedMixer, CapturedState, Trace
+from rankwise.tracing.trace import CapturedMixer, CapturedState, Trace
 from rankwise.tracing.uncaptured import Sightings, looks_like_mixer
 
 OperatorFunction = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], MixingOperator]
 """Function (module, args, kwargs, output) that returns the operator of the finished call."""
+IN_VMAP = "it ran inside `torch.vmap`, where tensors lack the mapped axis; call it without"
 Added = tuple[MixingCall, CapturedMixer]
 """A captured attention call and the `CapturedMixer` (operator with address) made from it."""
 
@@ -78,7 +79,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         >>> model = torch.nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
         >>> with rw.capture(model) as trace:
         ...     _ = model(torch.randn(1, 5, 8))
-        >>> [(site.layer, tuple(site.operator.shape)) for site in trace.mixers]
+        >>> [(mixer.layer, tuple(mixer.operator.shape)) for mixer in trace.mixers]
         [(0, (1, 2, 5, 5)), (1, (1, 2, 5, 5)), (2, (1, 2, 5, 5))]
         >>> [state.layer for state in trace.states]
         [0, 1, 2, 3]
@@ -130,7 +131,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         self._call_counter = CallCounter()
         self._substitution = Substitution(self._intervention, self._calls, self._call_counter)
         modules = dict(self._model.named_modules())
-        readers = {name: found for name, module in modules.items() if (found := reader_of(module))}
+        readers = {name: reader for name, module in modules.items() if (reader := reader_of(module))}
         self._readers = RunningReaders(readers, self._calls, self._sightings, self._values)
         self._mixer_like = {name for name, module in modules.items() if looks_like_mixer(module)} - {""}
         self._mixer_like |= set(readers)
@@ -153,7 +154,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         self._stack.close()
         self._mode.weights = SoftmaxFollower()
         if kind is None:
-            self._blocks.finish()
+            self._stacks.finish()
             if self._emitted == {CapturedMixer}:
                 self._note(model_checks.NO_STATES)
         seen = self._sightings
@@ -172,7 +173,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
     def _entered(self, call: ModuleCall) -> None:
         if len(self._calls.running) == 1:
             if call.name in self._outermost or self._stacks.forward_pass < 0:
-                self._blocks.finish()
+                self._stacks.finish()
                 self._stacks.forward_pass += 1
                 self._substitution.new_pass()
                 self._outermost.clear()
@@ -191,7 +192,6 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         if not call.raised:
             if not self._named_by_hand():
                 self._substitution.left(call)
-            self._add_unfinished(call)
             self._read(call)
             self._sightings.note_other_mixing(call)
         # This call comes last, because a module may be both a mixer and a block.
@@ -220,23 +220,22 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
     def _down_to_mixer(self) -> list[ModuleCall]:
         """Return the running calls down to the mixer; of PyTorch's layers inside each other the outermost."""
         running = self._calls.running
-        layers = [at for at, call in enumerate(running, 1) if is_torch_layer(call.module)]
+        layers = [depth for depth, call in enumerate(running, 1) if is_torch_layer(call.module)]
         # The fast path of a layer runs no attention inside it, not even one of a subclass.
         inside = isinstance(running[-1].module, torch_layers.LAYERS) and not self._named_by_hand()
         return running[: layers[0]] if inside and layers else running
 
     def _fused(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Tensor | None:
-        given = dict(zip(mixing_calls.FUSED_ARGUMENTS, args, strict=False)) | kwargs
+        given = dict(zip(read_operators.FUSED_ARGUMENTS, args, strict=False)) | kwargs
         if given.get("dropout_p", 0.0) > 0:
             self._note(model_checks.DROPOUT_NOTE)
-        inner = self._mode.weights.held.get(given["value"])
-        read = partial(mixing_calls.fused_mixing, given, output, self._calls.running[-1], inner)
-        return self._replace(self._try(read, output, given["query"], made=output), output)
+        read = partial(read_operators.fused_mixing, given, output, self._calls.running[-1])
+        return self._replace(self._try(read, output, given["query"]), output)
 
     def _flex(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> Any:
         output, *others = outputs
-        read = partial(mixing_calls.flex_mixing, args, output, self._calls.running[-1])
-        changed = self._replace(self._try(read, output, args[0], made=output), output)
+        read = partial(read_operators.flex_mixing, args, output, self._calls.running[-1])
+        changed = self._replace(self._try(read, output, args[0]), output)
         return None if changed is None else (changed, *others)
 
     def _functional(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -253,17 +252,13 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
             return torch_layers.attention_by_heads(args, kwargs, partial(self._replace_heads, added))
 
     def _explicit(self, product: SoftmaxProduct, output: Tensor) -> Tensor | None:
-        calls, call = self._calls.running, self._calls.running[-1]
-        known = output in self._mode.weights.held
-        if not product.softmax and (known or not mixing_calls.mixes_without_softmax(product, calls)):
-            return None
-        reason = mixing_calls.why_no_tokens(product, calls) if product.softmax else None
+        calls = self._calls.running
+        reason = read_operators.why_no_tokens(product, calls)
         if reason is None:
-            read = partial(mixing_calls.explicit_mixing, product, call)
-            hold = product.keys is not None or not product.softmax
-            return self._replace(self._try(read, product.matrix, made=output, hold=hold), output)
-        if reason not in mixing_calls.WITHIN_TOKENS:
-            self._sightings.leave_out(call.name, reason)
+            read = partial(read_operators.explicit_mixing, product, calls[-1])
+            return self._replace(self._try(read, product.matrix), output)
+        if reason not in read_operators.WITHIN_TOKENS:
+            self._sightings.leave_out(calls[-1].name, reason)
         return None
 
     def _replace(self, added: Added | None, output: Tensor) -> Tensor | None:
@@ -277,12 +272,12 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
     def _replace_heads(self, added: Added | None, heads: Tensor) -> Tensor | None:
         if added is None:
             return None
-        _, site = added
-        return self._substitution.heads(HeadOutputs(site.call_id, heads, site.valid_tokens))
+        _, mixer = added
+        return self._substitution.heads(HeadOutputs(mixer.call_id, heads, mixer.valid_tokens))
 
     def _other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Note dropout, learned vectors next to tokens, and functions that mix tokens without attention."""
-        if func in model_checks.DROPOUTS and all(output is not one for one in (*args, *kwargs.values())):
+        if func in model_checks.DROPOUTS and all(output is not value for value in (*args, *kwargs.values())):
             self._note(model_checks.DROPOUT_NOTE)
         elif func is torch.cat and args:
             learned = learned_tokens(args[0], output)
@@ -292,10 +287,9 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
                     "registers"
                 )
         else:
-            compares = self._mode.weights.compares
-            self._sightings.note_function(self._calls.running, func, args, kwargs, output, compares)
+            self._sightings.note_function(self._calls.running, func, args, kwargs, output)
 
-    # --- from an operator to its site ---------------------------------------------------------------------
+    # --- from an operator to its mixer --------------------------------------------------------------------
 
     def _named_by_hand(self) -> bool:
         return any(call.name in self._sites for call in self._calls.running)
@@ -308,23 +302,13 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         if note not in self._trace.notes:
             self._trace.notes.append(note)
 
-    def _try(
-        self,
-        read: Callable[[], MixingCall | None],
-        *tensors: Tensor,
-        made: Tensor | None = None,
-        hold: bool = False,
-    ) -> Added | None:
-        """Add the operator of a call; if the call cannot be read, list the module as not captured.
-
-        If the model may multiply its output ``made`` further, or if ``hold``, the operator is added when the
-        module's call ends.
-        """
-        calls = self._down_to_mixer()
-        name = calls[-1].name
-        shard = any(model_checks.is_shard(tensor) for tensor in tensors)
-        if shard or any(0 in tensor.shape for tensor in tensors if not tensor.is_nested):
-            self._sightings.leave_out(name, model_checks.SHARD if shard else NO_TOKENS)
+    def _try(self, read: Callable[[], MixingCall | None], *tensors: Tensor) -> Added | None:
+        """Add the operator of a call; if the call cannot be read, list the module as not captured."""
+        name = self._down_to_mixer()[-1].name
+        shard, mapped = any(map(model_checks.is_shard, tensors)), any(map(is_mapped, tensors))
+        if shard or mapped or any(0 in tensor.shape for tensor in tensors if not tensor.is_nested):
+            reason = model_checks.SHARD if shard else IN_VMAP if mapped else NO_TOKENS
+            self._sightings.leave_out(name, reason)
             return None
         try:
             mixing = read()
@@ -337,51 +321,26 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
                 why = f"{error.subject}: expected {error.expected}, got {error.got}"
             self._sightings.leave_out(name, f"its call of attention cannot be read ({why})")
             return None
-        if mixing is None:
-            return None
-        if made is not None and (hold or mixing_calls.unfinished(mixing, calls)):
-            held = Unfinished(mixing, per_token=hold)
-            self._mode.weights.held[made] = held
-            calls[-1].unfinished.append(held)
-            if not hold:
-                return None
-            held.call_id = number = self._call_counter.count(name)
-            site = self._site(mixing, number, calls) if self._substitution.on else None
-            return None if site is None else (mixing, site)
-        return self._add(mixing)
-
-    def _add_unfinished(self, call: ModuleCall) -> None:
-        """When a call ends, add its operators that the model did not multiply further."""
-        held, around = self._mode.weights.held, self._calls.running[-2:-1]
-        returned = [held.get(tensor) for tensor in tensors_of(call.output)]
-        for one in call.unfinished:
-            if around and not one.per_token and any(one is other for other in returned):
-                around[0].unfinished.append(one)
-            elif not one.used:
-                one.used = True
-                self._add(one.mixing, call_id=one.call_id)
+        return None if mixing is None else self._add(mixing)
 
     def _add(self, mixing: MixingCall, call_id: CallId | None = None) -> Added:
         around = self._down_to_mixer()
         number = self._call_counter.count(around[-1].name) if call_id is None else call_id
-        for note in mixing_calls.axis_notes(mixing, around):
+        for note in read_operators.axis_notes(mixing, around):
             self._note(note)
-        site = self._site(mixing, number, around)
+        mixer = read_operators.captured_mixer(mixing, around, self._stacks.forward_pass, self._values, number)
         for call in self._calls.running:
             call.mixed_inside = True
-        self._sightings.captured.add(site.name)
-        self._blocks.add(site)
-        return mixing, site
+        self._sightings.captured.add(mixer.name)
+        self._blocks.add(mixer)
+        return mixing, mixer
 
-    def _site(self, mixing: MixingCall, number: CallId, calls: Sequence[ModuleCall]) -> CapturedMixer:
-        return mixing_calls.captured_mixer(mixing, calls, self._stacks.forward_pass, self._values, number)
-
-    def _emit(self, site: CapturedMixer | CapturedState) -> None:
-        self._emitted.add(type(site))
-        tensor = site.operator if isinstance(site, CapturedMixer) else site.tokens
-        listener: Any = self._on_mixer if isinstance(site, CapturedMixer) else self._on_state
+    def _emit(self, captured: CapturedMixer | CapturedState) -> None:
+        self._emitted.add(type(captured))
+        tensor = captured.operator if isinstance(captured, CapturedMixer) else captured.tokens
+        listener: Any = self._on_mixer if isinstance(captured, CapturedMixer) else self._on_state
         with self._outside_model(tensor.device):
-            listener(site)
+            listener(captured)
 
     def _outside_model(self, device: torch.device | None) -> ExitStack:
         """Return a context without function modes, hooks and gradients; autocast is off on ``device``."""

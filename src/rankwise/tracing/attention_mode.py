@@ -62,15 +62,15 @@ class AttentionMode(TorchFunctionMode):
             if listener is not None:
                 changed = listener(args, kwargs, out)
                 return out if changed is None else changed
-            products = self.weights.observe(func, args, kwargs, out)
-            for product in products:
-                changed = self._on_product(product, out)
-                if changed is not None:
-                    self.weights.replace_product(out, changed)
-                    return changed
-            if not products:
+            product = self.weights.observe(func, args, kwargs, out)
+            if product is None:
                 self._on_other(func, args, kwargs, out)
-        return out
+                return out
+            changed = self._on_product(product, out)
+            if changed is None:
+                return out
+            self.weights.replace_product(out, changed)
+            return changed
 
     @contextmanager
     def switched(self, on: bool) -> Iterator[None]:
