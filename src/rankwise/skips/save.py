@@ -175,7 +175,7 @@ def _unwrapped(model: nn.Module) -> nn.Module:
     raise SkipError(
         f"model {type(model).__name__}", expected="the model that λ was added to, or a wrapper",
         got="FSDP1" if flat else "one with an adapter" if changed else "several, or other names of modules",
-        fix="Save one model, unwrapped; merge adapters (`model.merge_and_unload()`), or take FSDP2.",
+        fix="Save it before it is wrapped; merge adapters (`model.merge_and_unload()`), or take FSDP2.",
     )  # fmt: skip
 
 
