@@ -62,7 +62,6 @@ ALLOWED = {
         "_setup_privateuseone_for_python_backend",
         "_to_copy",
     },
-    "tests/models/test_tost_released.py": {"_use_new_zipfile_serialization"},
     "tests/tracing/test_torch_layers.py": {"_sa_block"},
     # of torch, by which the Trainer of transformers decides whether labels are shifted:
     "src/rankwise/models/language.py": {"_get_name"},
@@ -72,7 +71,7 @@ ALLOWED = {
     "experiments/training/train.py": {"_n_gpu"},
     "experiments/coverage/architectures.py": {"_from_config"},
     "experiments/zoo/transformers.py": {"_attn_implementation", "_experts_implementation"},
-    "tests/compression/test_qk.py": {"_attn_implementation"},
+    "tests/compression/test_width.py": {"_attn_implementation"},
     "tests/tracing/test_sharded.py": {"_hf_device_mesh", "_hf_tp_plan"},
 }
 

@@ -139,7 +139,7 @@ def test_a_measure_is_a_function_and_a_row_as_contributing_says(tmp_path: Path) 
 
     edit("measures/row_walk.py", "", "", f"\n\n{statistic}")
     edit("measures/rows.py", "__all__ = [", '__all__ = [\n    "attention_distance",', f"\n\n{function}")
-    edit("measures/rows.py", "row_walk import (\n", "row_walk import (\n    Away,\n")
+    edit("measures/rows.py", "row_walk import (\n", "row_walk import (\n    Distance,\n")
     end = "\n\nclass StateMeasures"
     edit("auditing/measure_table.py", end, f"\n{textwrap.indent(row, '    ')}\n{end}")
     call = f"import pytest\n{test}\ntest_the_attention_distance_of_a_shift_is_the_shift()\nprint('added')"

@@ -231,7 +231,7 @@ def broken() -> nn.Module:
     return model
 
 
-class Sums(nn.Module):
+class SumsAttention(nn.Module):
     """Mixer that no operator is known for."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -239,7 +239,7 @@ class Sums(nn.Module):
 
 
 def unseen() -> nn.Module:
-    return Stack([Block(Attention(False)), Block(Sums())])
+    return Stack([Block(Attention(False)), Block(SumsAttention())])
 
 
 def operator_of(

@@ -349,7 +349,7 @@ def fake_runner(
         layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
         for job in reversed(jobs):
             (ran if ran is not None else []).append(job.model)
-            known = {"model": job.model, "command": job.command, "sources": job.file_digests()}
+            known = {"model": job.model, "command": job.command, "file_digests": job.file_digests()}
             yield job, rw.audit(layer, [torch.randn(1, 9, 8)], provenance=known)
 
     return run

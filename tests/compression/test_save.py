@@ -404,7 +404,7 @@ def test_a_plain_module_is_loaded_into_a_new_one_of_its_sizes(tmp_path: Path) ->
     assert torch.equal(rw.load_compressed(tmp_path / "one", TwoWidths())(x), model(x))
     small, wide, other = TwoWidths(), TwoWidths(), nn.Linear(2, 2)
     small.layers[0] = small.layers[1]
-    wide.states[1].o = nn.Linear(32, 40)
+    wide.layers[1].o = nn.Linear(32, 40)
     for model, said in (
         (small, "a linear layer with 16 channels"),
         (wide, r"of the same sizes, got 'layers\.1\.o\.bias' of shape \(32,\), 'layers\.1\.o\.weight' of"),

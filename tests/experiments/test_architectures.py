@@ -231,7 +231,7 @@ def test_the_kept_operators_of_other_packages_are_those_by_hand():
     entries = third_party.STUDY.kept()["entries"]
     assert {entry["package"] for entry in entries} == {*third_party.PACKAGES} - {"mlstm_kernels"}
     for entry in entries:
-        assert entry["mixers"] == entry["layers"]
-        assert entry["layers"] or entry["notes"]
+        assert entry["mixers"] in (0, entry["layers"])
+        assert entry["mixers"] or entry["notes"]  # a reason per model that is not captured
         # Softmaxes of float32 scores of size ≤ 20, and an iterated pseudo-inverse.
-        assert not entry["layers"] or entry["difference"] < 1e-5
+        assert not entry["mixers"] or entry["difference"] < 1e-5

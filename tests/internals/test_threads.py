@@ -159,9 +159,7 @@ def site(tokens: int) -> CapturedMixer:
 
 
 def records(tokens):
-    return [
-        one.model_dump_json() for one in measure_heads(*sampled(site(tokens)), 0.01, "auto").to_records(0.01)
-    ]
+    return [one.model_dump_json() for one in measure_heads(*sampled(site(tokens)), 0.01, "auto").to_records()]
 
 
 def numbers(measure, tokens):

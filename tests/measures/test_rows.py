@@ -23,6 +23,7 @@ from rankwise.measures import (
     max_token_mass,
     row_entropy,
     row_spread,
+    spread,
     stable_rank,
 )
 from rankwise.operators import SoftmaxMixing

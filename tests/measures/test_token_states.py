@@ -19,6 +19,7 @@ from tests.unchecked import unchecked
 
 from rankwise.errors import RankwiseError, ShapeError
 from rankwise.measures import (
+    absolute_spread,
     coding_rate,
     effective_rank,
     mean_cosine,

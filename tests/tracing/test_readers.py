@@ -241,7 +241,7 @@ def test_the_check_of_the_page_fails_for_an_error(monkeypatch):
 def test_an_audit_from_end_to_end(name):
     audit = rw.audit(tiny(name), [batch(), batch(padded=True)])
     assert {record.kind for record in audit.heads} == set(STATE_SPACE[name].kinds)
-    assert {layer.layer for layer in audit.layers} == {0, 1, 2}
+    assert {state.blocks for state in audit.states} == {0, 1, 2}
     for record in audit.heads:
         assert 1 <= record.effective_rank <= 12
         assert record.mask == "causal"

@@ -18,7 +18,7 @@ from rankwise._internals.forward import Change, config_value, device_of, run_mod
 from rankwise._internals.linalg import as_float64
 from rankwise._internals.torch_private import preserve_state
 from rankwise.compression.trials import output_and_mask, relative_error
-from rankwise.errors import first_line
+from rankwise.errors import InputError, first_line
 from rankwise.importance.loss_choice import model_loss
 from rankwise.importance.losses import real_outputs
 from rankwise.tracing import CapturedMixer, CapturedState, capture
@@ -187,10 +187,16 @@ def measure_task(model: nn.Module, batches: list[Any]) -> dict[str, Any]:
 
     The loss is the loss of `rankwise.importance`. Numbers are NaN if the model predicts neither.
     """
-    loss = model_loss(model, batches)
-    if loss.compares_outputs:
-        return {"loss": math.nan, "accuracy": math.nan, "metric": ""}
     labels = batches[0].get("labels") if isinstance(batches[0], Mapping) else None
+    unknown = {"loss": math.nan, "accuracy": math.nan, "metric": ""}
+    try:
+        loss = model_loss(model, batches)
+    except InputError:  # an encoder-decoder without labels and decoder ids has nothing to predict
+        if labels is not None:
+            raise
+        return unknown
+    if loss.compares_outputs:
+        return unknown
     correct = count = 0
     for number, batch in enumerate(batches if labels is not None else ()):
         correct, count = map(sum, zip((correct, count), loss.correct(model, batch, number), strict=True))

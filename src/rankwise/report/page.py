@@ -43,7 +43,14 @@ _INTERACTIVE = ("theme.js", "save.js", "figures.js", "heads.js", "tables.js", "p
 
 
 def document_of(result: Any) -> Document:
-    """Return the report on an audit, comparison, compression, plan, history or certificate."""
+    """Return the report on an audit, comparison, compression, plan, history or certificate.
+
+    Examples:
+        >>> from rankwise.auditing import Audit, Provenance
+        >>> about = Provenance(model="m", delta=0.01)
+        >>> document_of(Audit(provenance=about, heads=[], states=[], findings=[])).heading
+        'm'
+    """
     return DOCUMENTS[type(result).__name__](result)
 
 
