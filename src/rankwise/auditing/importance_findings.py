@@ -100,8 +100,9 @@ def saved_share(
     """
     hidden_sizes = {state.stack: state.hidden_size for state in states}
     total = 0 if about is None else about.parameters
-    measured, parameters = [head for head in heads if head.id in removed], []
-    if {head.id for head in measured} != {*removed}:
+    addresses, parameters = {*removed}, []
+    measured = [head for head in heads if head.id in addresses]
+    if {head.id for head in measured} != addresses:
         return math.nan
     for group in by_key_head(measured):
         projections = 2 * len(group) + 2 * (len(group) == group[0].heads_per_group)
