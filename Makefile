@@ -19,7 +19,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,docs]'
 	touch $@
 
-demo: $(STAMP)  ## Audit the bundled demo, with importance and baseline, and write rankwise-audit/index.html.
+demo: $(STAMP)  ## Audit the bundled demo, with importance and its copies at initialization, and write rankwise-audit/index.html.
 	$(BIN)/rankwise audit --importance --at-init
 
 test: $(STAMP)  ## Run the tests.
