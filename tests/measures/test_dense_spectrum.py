@@ -300,22 +300,20 @@ def test_only_a_matrix_that_is_not_finite_has_nan(call):
         assert one[~bad].equal(other[~bad])
 
 
-def test_ranks_at_several_thresholds_from_one_decomposition():
-    """Each is the count of the SVD; a singular value on any of them sends the matrix there."""
+def test_exact_ranks_are_estimates_without_error():
+    """They are the counts of the SVD, also if a singular value is on the threshold."""
     m = make("stochastic", (3, SIZE, SIZE), seed=1)
     sigma = svd(m)
-    on = sigma[0, 7].item()
-    summary = rank_summary(m, 0.02, also_at=(on, 0.3))
+    delta = sigma[0, 7].item()
+    summary = rank_summary(m, delta)
     assert summary.used_svd.tolist() == [1, 0, 0]
-    for delta in (0.02, on, 0.3):
-        [counted] = summary.estimates((delta,)).numerical
-        assert counted.value.tolist() == (sigma >= delta).sum(-1).tolist()
-        assert counted.low.equal(counted.value)
-        assert counted.high.equal(counted.value)
-        assert counted.stderr.eq(0).all()
-    assert summary.estimates((0.02,)).numerical[0].value.equal(summary.numerical_rank)
+    [counted] = summary.estimates((delta,)).numerical
+    assert counted.value.tolist() == (sigma >= delta).sum(-1).tolist()
+    assert counted.low.equal(counted.value)
+    assert counted.high.equal(counted.value)
+    assert counted.stderr.eq(0).all()
     with pytest.raises(RankwiseError, match="`delta`"):
-        rank_summary(m, 0.02, also_at=(0.0,))
+        rank_summary(m, 0.0)
 
 
 # --- Gram matrices ---------------------------------------------------------------------------------------

@@ -74,7 +74,7 @@ class RankSummary(NamedTuple):
         """Return the ranks as estimates whose standard error is 0, because they are exact.
 
         Args:
-            deltas: thresholds passed to `rank_summary`: ``delta``, followed by ``also_at``.
+            deltas: thresholds δ, one numerical rank each.
         """
         numerical = tuple(_exactly(_count(self.singular_values, delta)) for delta in deltas)
         others = (self.scale_free_rank, self.effective_rank, self.stable_rank, self.sigma_max)
@@ -102,7 +102,6 @@ def rank_summary(
     op: Mixing,
     delta: float = DELTA,
     exact: bool = False,
-    also_at: Sequence[float] = (),
     relative: bool = False,
 ) -> RankSummary:
     """Compute the singular values and all ranks of each matrix from one decomposition.
@@ -121,7 +120,6 @@ def rank_summary(
         op: mixing operator, or tensor (..., T, S) with a row per token and a column per source.
         delta: absolute threshold δ of the numerical rank.
         exact: True to compute the SVD of every matrix; each singular value then has an error of 1e-16·σ_1.
-        also_at: further thresholds δ for `RankSummary.estimates`.
         relative: True to compute the SVD also if rounding could move a singular value across δσ_1. If δ is
             below about 1e-7, the SVD is then computed for all matrices.
 
@@ -134,13 +132,11 @@ def rank_summary(
         >>> summary.numerical_rank.item(), summary.sigma_max.item(), round(summary.stable_rank.item(), 4)
         (2.0, 2.0, 1.25)
     """
-    thresholds = (delta, *also_at)
-    for threshold in thresholds:
-        check_delta(threshold)
+    check_delta(delta)
     if exact:
         sigma, scale = map_parts(op, "`rank_summary`", scaled_svd)
         return _summarize(sigma, scale, delta)
-    decompose = partial(gram_or_svd, thresholds=thresholds, relative=delta if relative else None)
+    decompose = partial(gram_or_svd, thresholds=(delta,), relative=delta if relative else None)
     sigma, scale, used_svd = map_parts(op, "`rank_summary`", decompose)
     return _summarize(sigma, scale, delta)._replace(used_svd=used_svd)
 
