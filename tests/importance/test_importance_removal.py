@@ -131,7 +131,7 @@ def test_a_head_that_runs_twice_in_a_pass_is_removed_from_both_runs(loss, ablati
         assert others == pytest.approx(numbers, nan_ok=True, rel=1e-9)
     for block, other in zip(one.record.blocks, two.record.blocks, strict=True):
         gradients = (other.curvature - other.estimate, block.curvature - block.estimate)
-        assert gradients[0] == pytest.approx(gradients[1], rel=1e-7)
+        assert gradients[0] == pytest.approx(gradients[1], rel=1e-9)
         assert other.exact == pytest.approx(block.exact, rel=1e-9)
     assert two.record.removable.heads == one.record.removable.heads
     assert two.record.removable.cost == pytest.approx(one.record.removable.cost, rel=1e-9)

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -15,44 +15,10 @@ from torch.nn.utils.parametrizations import spectral_norm
 from transformers.modeling_outputs import BaseModelOutput
 
 import rankwise as rw
-from rankwise._internals.batches import batch_size, first_sequences, tensors_of, to_device
+from rankwise._internals.batches import to_device
 from rankwise._internals.forward import AddedHook, Change, config_value, device_of, eval_mode, run_model
 from rankwise.errors import InputError
 from rankwise.models import ToSTConfig, ToSTForCausalLM
-
-
-class Pair(NamedTuple):
-    x: Tensor
-    bias: Tensor
-
-
-TIME_FIRST, BIAS = torch.randn(9, 6, 8), torch.randn(9, 9)
-
-
-@pytest.mark.parametrize(
-    "batch",
-    [TIME_FIRST, (TIME_FIRST, BIAS), [TIME_FIRST, 2.0], Pair(TIME_FIRST, BIAS)],
-    ids=["tensor", "tuple", "list", "namedtuple"],
-)
-def test_a_batch_without_names_is_sampled_completely(batch: Any) -> None:
-    sample = first_sequences(batch, 4)
-    assert type(sample) is type(batch)
-    whole, copies = ([batch], [sample]) if isinstance(batch, Tensor) else (batch, sample)
-    for one, other in zip(whole, copies, strict=True):
-        assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
-    assert whole[0].data_ptr() != copies[0].data_ptr()
-
-
-def test_the_first_sequences_of_a_dict_are_sampled_and_other_tensors_stay_complete() -> None:
-    x, scale = torch.randn(6, 9, 8), torch.tensor(2.0)
-    batch = {"scale": scale, "x": x, "bias": BIAS, "labels": torch.arange(6), "past": Pair(x, BIAS), "on": 1}
-    sample = first_sequences(batch, 4)
-    assert torch.equal(sample["x"], x[:4])
-    assert torch.equal(sample["bias"], BIAS)
-    assert torch.equal(sample["scale"], scale)
-    assert sample["labels"].tolist() == [0, 1, 2, 3]
-    assert [len(tensor) for tensor in sample["past"]] == [4, 9]
-    assert sample["on"] == 1
 
 
 class Seen(nn.Module):
@@ -376,8 +342,6 @@ def test_a_mask_with_attributes_keeps_them_in_every_run(mask: Any) -> None:
     x = torch.randn(2, 6, 8)
     batch = to_device((x, mask(6, 6)), torch.device("cpu"))
     assert torch.allclose(run_model(Masked(), batch), Masked()(x, mask(6, 6)))
-    sample = first_sequences({"x": x, "bias": mask(6, 6)}, 1)
-    assert torch.allclose(run_model(Masked(), sample), Masked()(x, mask(6, 6))[:1])
 
 
 @pytest.mark.parametrize("cache", [transformers.DynamicCache, transformers.StaticCache])
@@ -393,13 +357,13 @@ def test_a_cache_with_gradients_is_refused_until_it_is_detached(cache: Any) -> N
     assert run_model(model, {"input_ids": IDS, **state}).logits.shape[1] == IDS.shape[1]
 
 
-def test_a_state_that_cannot_be_copied_or_cut_is_refused() -> None:
+def test_a_state_that_cannot_be_copied_is_refused() -> None:
     with pytest.raises(InputError, match=r"generator in the batch.*copied"):
         run_model(Seen(), {"rows": (row for row in IDS)})
-    _, state = tost()
-    with pytest.raises(InputError, match="MixerCache"):
-        first_sequences({"input_ids": IDS, **state}, 1)
-    assert first_sequences({"input_ids": IDS, **state}, 2)["past_key_values"] is state["past_key_values"]
+
+
+def test_the_device_of_a_model_is_the_device_of_its_weights() -> None:
+    assert device_of(nn.Linear(1, 1)) == torch.device("cpu")
 
 
 class Noting(nn.Module):
@@ -446,15 +410,6 @@ def test_modes_come_back_if_one_module_refuses_its_mode() -> None:
     with pytest.raises(KeyError), eval_mode(model):
         pass
     assert all(module.training for module in model.modules())
-
-
-def test_nested_tensors_are_found_and_moved() -> None:
-    batch = {"n": 3, "x": torch.ones(2, 3), "more": Pair(torch.ones(1), [torch.ones(1)])}
-    there = to_device(batch, torch.device("meta"))
-    moved = (there["x"], there["more"].x, there["more"].bias[0])
-    assert [tensor.device.type for tensor in moved] == ["meta"] * 3
-    assert (there["n"], list(tensors_of(batch)), batch_size(batch)) == (3, ["x"], 2)
-    assert device_of(nn.Linear(1, 1)) == torch.device("cpu")
 
 
 def doubled(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor:
