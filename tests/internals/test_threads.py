@@ -142,7 +142,7 @@ def test_gradient_and_inference_modes_are_passed_to_threads():
 
 
 MEASURES = {
-    "ranks": lambda operator: rank_summary(operator, also_at=(0.02,)),
+    "ranks": lambda operator: rank_summary(operator),
     "rows": lambda operator: compute_measures(
         ["row_entropy", "row_spread", "head_distance"], operator
     ).values(),
