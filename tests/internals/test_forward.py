@@ -17,7 +17,7 @@ from transformers.modeling_outputs import BaseModelOutput
 import rankwise as rw
 from rankwise._internals.batches import to_device
 from rankwise._internals.forward import AddedHook, Change, config_value, device_of, eval_mode, run_model
-from rankwise.errors import InputError
+from rankwise.errors import InputError, RankwiseError
 from rankwise.models import ToSTConfig, ToSTForCausalLM
 
 
@@ -355,6 +355,30 @@ def test_a_cache_with_gradients_is_refused_until_it_is_detached(cache: Any) -> N
     for layer in past.layers:
         layer.keys, layer.values = layer.keys.detach(), layer.values.detach()
     assert run_model(model, {"input_ids": IDS, **state}).logits.shape[1] == IDS.shape[1]
+
+
+TOWERS: dict[str, Callable[[nn.Module, dict[str, Tensor]], object]] = {
+    "audit": lambda model, batch: rw.audit(model, [batch]),
+    "compress": lambda model, batch: rw.compress(model, [batch]),
+    "skip": lambda model, batch: rw.add_lambda_skip(model, example=batch),
+    "certify": lambda model, batch: rw.certify_skip(model, batch),
+}
+
+
+@pytest.mark.parametrize("use", TOWERS)
+@pytest.mark.parametrize("name", ["CLIP", "Siglip"])
+def test_a_model_of_texts_and_images_names_the_part_for_one_of_them(name: str, use: str) -> None:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    config = getattr(transformers, f"{name}Config")(
+        text_config={**sizes, "vocab_size": 24, "max_position_embeddings": 16, "eos_token_id": 2},
+        vision_config={**sizes, "image_size": 8, "patch_size": 2},
+    )
+    model = getattr(transformers, f"{name}Model")(config).eval()
+    data = {"text": {"input_ids": IDS.repeat(8, 1)}, "vision": {"pixel_values": torch.randn(2, 3, 8, 8)}}
+    for kind, batch in data.items():
+        with pytest.raises(RankwiseError, match=rf"add the other input, or pass `model.{kind}_model`"):
+            TOWERS[use](model, batch)
+        TOWERS[use](copy.deepcopy(getattr(model, f"{kind}_model")), batch)
 
 
 def test_a_state_that_cannot_be_copied_is_refused() -> None:

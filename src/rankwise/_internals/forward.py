@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rankwise._internals.batches import Batch, map_leaves, second_argument, takes_dict, tensors_in
+from rankwise._internals.batches import Batch, map_leaves, second_argument, takes_dict, tensors_in, tensors_of
 from rankwise._internals.torch_private import like, original_of, preserve_state, set_attribute
 from rankwise.errors import InputError, RankwiseError, first_line
 
@@ -76,8 +76,19 @@ def batch_errors(
             subject,
             expected=f"a batch that {type(model).__name__} runs on",
             got=f"{type(error).__name__}: {first_line(error)}",
-            fix=TRACEBACK if fix is None else fix(model, batch, error),
+            fix=(tower_hint(model, batch, error) or TRACEBACK) if fix is None else fix(model, batch, error),
         ) from error
+
+
+def tower_hint(model: nn.Module, batch: Any, error: Exception) -> str:
+    """Return the fix if a model of texts and images, such as CLIP, got only one of them; otherwise ""."""
+    towers = {"input_ids": "text_model", "pixel_values": "vision_model"}
+    given = [tower for name, tower in towers.items() if name in tensors_of(batch)]
+    missing = isinstance(error, AttributeError | TypeError | ValueError) and len(given) == 1
+    if not missing or not all(hasattr(model, tower) for tower in towers.values()):
+        return ""
+    alone = f"pass `model.{given[0]}`, which reads this data alone, to a command as module.py:function"
+    return f"It reads texts and images together: add the other input, or {alone}."
 
 
 def out_of_memory(error: BaseException | None) -> bool:

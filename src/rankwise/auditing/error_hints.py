@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from rankwise._internals.batches import LABELS, argument_names, tensors_in, tensors_of
-from rankwise._internals.forward import TRACEBACK, config_value
+from rankwise._internals.forward import TRACEBACK, config_value, tower_hint
 from rankwise._internals.torch_private import original_of
 from rankwise.errors import InputError, did_you_mean
 from rankwise.importance.losses import IGNORE_INDEX, invalid_label
@@ -35,6 +35,8 @@ def fix_hint(model: nn.Module, batch: Any, error: Exception) -> str:
         switch = "`torch.backends.mha.set_fastpath_enabled(False)`"
         return f"The fast path of TransformerEncoderLayer fails on quantized layers. Turn it off: {switch}."
     if isinstance(batch, Mapping):
+        if hint := tower_hint(model, batch, error):
+            return hint
         unknown = [str(key) for key in batch if key not in names]
         if unknown:
             guess = did_you_mean(unknown[0], names)
