@@ -172,9 +172,7 @@ def factory_digests(job: AuditJob) -> tuple[str, list[str]] | None:
             for batch in loaded.data.batches:
                 digest.add(drop_unused_labels(loaded.model.model, batch)[0])
             weights = weights_digest(loaded.model.model)
-            data += (
-                [f"{digest.value}-{shard.shards}" if shard.shards else digest.value] if digest.value else []
-            )
+            data += [_of_shard(digest.value, shard)] if digest.value else []
     except (Exception, SystemExit):  # its audit will report the error
         return None
     return weights, sorted(data)
