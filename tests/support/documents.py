@@ -34,7 +34,7 @@ def page(audit: Audit) -> str:
 
 def data(audit: Audit) -> Mapping[str, Any]:
     """The data that the scripts of an audit's page read."""
-    return audit_document(audit).data(0)
+    return audit_document(audit).data
 
 
 def nasty_plan() -> Document:

@@ -24,7 +24,7 @@ from rankwise.auditing.error_hints import fix_hint
 from rankwise.compression import DEFAULT_PARTS, PARTS
 from rankwise.compression.evaluate import Snapshot, evaluate, snapshot
 from rankwise.compression.records import Compression, LayerCost
-from rankwise.compression.save import check_saveable, note_structure, pretrained_models, structure_of
+from rankwise.compression.save import check_config, note_structure, pretrained_models, structure_of
 from rankwise.compression.trials import Found, Job, NoLayersError, Solution, find_part, solve_part
 from rankwise.errors import (
     CompressionError,
@@ -84,7 +84,7 @@ def compress(
             note if the cost is above the tolerance.
         parts: names of the parts; None if `keep` or `tolerance` is a mapping. By default, ``width`` and
             ``kv``, each if the model allows it; ``heads`` if the model allows neither.
-        calibrate: steps of Adam per layer of ``width``; Ctrl-C keeps the finished layers.
+        calibrate: steps of Adam per layer of ``width``.
         held_out: data on which the costs are measured; the calibration data by default.
         time: if True, measure seconds per decoding step, or per pass, before and after.
         seed: random seed of calibration and of sampled labels.
@@ -118,7 +118,8 @@ def compress(
             got="a compressed model",
             fix="Load the original and compress it once; name all parts together.",
         )
-    check_saveable(model)
+    for inner in pretrained_models(model):
+        check_config(inner)
     data = list(each_batch(batches))
     eval_data = list(each_batch(held_out, "held_out")) if held_out is not None else data
     step = "a batch"
@@ -171,13 +172,7 @@ def compress(
     for inner in pretrained_models(model):
         note_structure(inner)
     measured_on = "the calibration data" if held_out is None else "held-out data"
-    record = _record(model, data, tokens, targets, solutions, before, after, measured_on, seed)
-    unused = [
-        f"{name}: steps of calibration are for width alone."
-        for name in solutions
-        if calibrate and name != "width"
-    ]
-    return record.model_copy(update={"notes": [*record.notes, *unused]})
+    return _record(model, data, tokens, targets, solutions, before, after, measured_on, seed)
 
 
 def part_targets(
@@ -334,13 +329,11 @@ def _record(
     return Compression(
         model=config_value(model, "name_or_path") or type(model).__name__,
         parts=list(solutions),
-        complete=all(solution.complete for solution in every),
         sequences=sum(batch_size(batch) for batch in data),
         tokens=tokens,
         measured_on=measured_on,
         heads=heads,
         layers=layers,
-        curves=[curve for solution in every for curve in solution.curves],
         latents=latents,
         attention_kl=mean(layer.attention_kl for layer in layers),
         left_out={site: reason for solution in every for site, reason in solution.skipped.items()},
@@ -356,7 +349,7 @@ def _part_notes(
     """Return notes if a part removed nothing, or costs more than its tolerance on some data."""
     heads, latents = solution.heads, solution.latents
     removed = [*(x.width < x.before for x in heads), *(x.rank < x.full_rank for x in latents)]
-    notes = [] if any(removed) else [f"{part}: nothing was removed. {solution.advice}"]
+    notes = [] if any(removed) else [f"{part}: nothing was removed. Lower `keep` or raise the tolerance."]
     attention = mean(head.kl_calibrated for head in heads) if part != "heads" else 0.0
     costs = {"the calibration data": max(attention, sum(latent.output_kl for latent in latents))}
     costs[measured_on] = max(costs.get(measured_on, 0.0), measured)  # NaN is not above a number

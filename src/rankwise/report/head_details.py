@@ -27,13 +27,13 @@ RESOLUTIONS = ((128, 254), (128, 126), (128, 62), (128, 30), (64, 62), (64, 30),
 """Resolutions to try, finest first: (maximum rows and columns of a map, number of steps of a value)."""
 
 
-def pack_spectra(spectra: Sequence[Sequence[float]], points: int = 64) -> dict[str, Any]:
+def pack_spectra(spectra: Sequence[Sequence[float]]) -> dict[str, Any]:
     """Encode the singular values of each head, divided by the largest, on a logarithmic scale.
 
     `values` is base64 of the little-endian uint16 codes of all heads in sequence; `points` is the number of
     codes per head.
     """
-    most = min(points, max(16, SPECTRA_BYTES // (2 * max(len(spectra), 1))))
+    most = min(64, max(16, SPECTRA_BYTES // (2 * max(len(spectra), 1))))
     packed = [_codes(spectrum, most) for spectrum in spectra]
     joined = np.concatenate([np.array(codes, dtype="<u2") for codes in [*packed, []]])
     return {"values": base64.b64encode(joined.tobytes()).decode(), "points": [len(codes) for codes in packed]}
@@ -52,14 +52,14 @@ def _codes(spectrum: Sequence[float], most: int) -> list[int]:
 
 
 def pack_attention_maps(
-    audit: Audit, flagged: Sequence[int] = (), room: int | None = None
+    audit: Audit, flagged: Sequence[int] = ()
 ) -> tuple[dict[int, list[dict[str, Any]]], int]:
     """Return encoded attention maps by head index within a byte budget, and the number of omitted maps.
 
     A value is encoded as the square root of its ratio to the largest magnitude, so that small weights remain
     visible. Maps of `flagged` heads are kept first; maps of the second sequence are omitted first.
     """
-    room = MAP_BYTES if room is None else room
+    room = MAP_BYTES
     order = list(dict.fromkeys([*flagged, *range(len(audit.heads))]))
     kept = [
         (sequence, index, picture)
