@@ -192,7 +192,6 @@ REFUSED: list[tuple[tuple[object, ...], str]] = [
     (("--keep", "kv=0.5", "--keep", "kv=0.4"), "one PART=NUMBER per part, got kv=0.5 and kv=0.4"),
     (("--tolerance", "0.1", "--tolerance", "kv=0.4"), "--tolerance: expected one number"),
     (("--keep", "kv=0.5", "--parts", "kv"), "--parts: expected None, because the targets name"),
-    (("--keep", "kv=0.5", "--tolerance", "0.1"), "--tolerance: expected a mapping"),
     (("--keep", "vk=0.5"), "got 'vk'"),
     (("--text", "text.txt", "--images", "text.txt"), "--text and --images"),
     (("--text", "short.txt", "--tokens", 32), "longer text"),

@@ -18,30 +18,12 @@ from rankwise.auditing.attention_maps import block_averages
 from rankwise.operators import DenseMixing
 from rankwise.report.figures import depth_curves, heat_map, membership_maps, severity_signs
 from rankwise.report.head_columns import head_columns, measure_column
-from rankwise.report.head_details import NONE, coarser, opening_head, pack_attention_maps, pack_spectra
+from rankwise.report.head_details import NONE, coarser, pack_attention_maps, pack_spectra
 from rankwise.report.heatmap_grid import grids_of
 
 
 def column(heads, name):
     return next(one for one in head_columns(heads) if one.name == name).data()
-
-
-def test_each_cell_is_its_own_head() -> None:
-    heads = records.encoder_decoder().heads
-    sinks = next(measure for measure in HEAD_MEASURES if measure.name == "first_token_mass")
-    values = []
-    for grid in grids_of(heads):
-        figure = heat_map(grid, measure_column(sinks, heads), heads)
-        for y, row in enumerate(figure.data[0]["z"]):
-            for x, value in enumerate(row):
-                (head,) = [head for head in heads if head.first_token_mass == value]
-                assert (head.stack, head.layer, head.head) == (
-                    grid.stack,
-                    grid.rows[y].layer,
-                    grid.columns[x],
-                )
-                values.append(value)
-    assert len(values) == len(heads)
 
 
 def test_a_measure_that_is_not_informative_is_hatched_and_has_no_color() -> None:
@@ -236,7 +218,8 @@ def test_many_maps_are_coarser_and_omitted_maps_are_counted(monkeypatch: pytest.
     packed, left_out = pack_attention_maps(audit)
     assert (len(packed), left_out) == (72, 0)
     assert packed[0][0]["steps"] < 254
-    packed, left_out = pack_attention_maps(audit, flagged=[71, 70], room=20_000)
+    monkeypatch.setattr("rankwise.report.head_details.MAP_BYTES", 20_000)
+    packed, left_out = pack_attention_maps(audit, flagged=[71, 70])
     assert len(packed) + left_out == 72
     assert left_out > 0
     assert {70, 71} <= set(packed)
@@ -252,7 +235,7 @@ def test_a_coarser_matrix_is_the_means_of_larger_blocks(tokens: int, sources: in
     np.testing.assert_allclose(coarse.matrix(), block_averages(DenseMixing(matrix), 64), atol=2 * 2**-11)
 
 
-def test_maps_of_the_second_sequence_are_omitted_first() -> None:
+def test_maps_of_the_second_sequence_are_omitted_first(monkeypatch: pytest.MonkeyPatch) -> None:
     noise = np.random.default_rng(0).uniform(0, 1, (64, 64)).astype(np.float32)
     picture = AttentionMap.of(noise, tokens=64, sources=64)
     audit = records.encoder()
@@ -263,22 +246,7 @@ def test_maps_of_the_second_sequence_are_omitted_first() -> None:
     packed, left_out = pack_attention_maps(audit)
     assert left_out == 0
     assert all([one["sequence"] for one in of_head] == [0, 1] for of_head in packed.values())
-    coarsest = pack_attention_maps(audit, room=0)
-    assert coarsest == ({}, 144)
-    packed, left_out = pack_attention_maps(audit, room=60_000)
+    monkeypatch.setattr("rankwise.report.head_details.MAP_BYTES", 60_000)
+    packed, left_out = pack_attention_maps(audit)
     assert 0 < left_out < 144
     assert all(of_head[0]["sequence"] == 0 for of_head in packed.values())
-
-
-def test_the_head_opened_first_has_a_map_a_finding_or_the_lowest_rank() -> None:
-    heads = records.encoder().heads
-    shares = {at: RANK.value(head) for at, head in enumerate(heads) if math.isfinite(RANK.value(head))}
-    assert opening_head(heads, []) == min(shares, key=shares.get)
-    assert opening_head(heads, [31, 4]) == 31
-    picture = AttentionMap.of(np.eye(2, dtype=np.float32), tokens=2, sources=2)
-    pictured = [
-        h.model_copy(update={"attention_map": picture}) if at == 4 else h for at, h in enumerate(heads)
-    ]
-    assert opening_head(pictured, [31, 4]) == opening_head(pictured, []) == 4
-    assert opening_head(records.only_nan().heads, []) == 0
-    assert opening_head([], []) is None

@@ -1,16 +1,13 @@
 """Every head has one cell, every finding leads to a place."""
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import pytest
-from tests.support import documents, records
+from tests.support import records
 from tests.support.records import PICTURED as HEAD_MEASURES
 from tests.support.records import RemovableSet
 
 from rankwise.auditing import Audit, Finding
-from rankwise.report import audit_report
 from rankwise.report.figures import map_layout
 from rankwise.report.finding_links import Target, find_targets
 from rankwise.report.head_columns import color_limits, outer_fence
@@ -135,17 +132,3 @@ def test_a_scale_contains_all_values_except_far_outliers(measure) -> None:
         fence = outer_fence(values)
         assert all(low <= value <= high or value > fence for value in values)
         assert heads != records.encoder().heads or all(low <= value <= high for value in values)
-
-
-def test_the_data_of_a_page_are_prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[str] = []
-
-    def counted(name: str) -> Callable[..., Any]:
-        function = getattr(audit_report, name)
-        return lambda *given: made.append(name) or function(*given)
-
-    names = ["find_targets", "grids_of", "membership_maps"]
-    for name in names:
-        monkeypatch.setattr(audit_report, name, counted(name))
-    documents.page(records.encoder())
-    assert sorted(made) == names

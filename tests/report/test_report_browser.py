@@ -266,19 +266,6 @@ def test_clicking_a_cell_opens_its_matrix_with_its_tokens(encoder: Page) -> None
     assert "The second sequence, 3 × 3 tokens" in card.locator("#matrix-note").inner_text()
 
 
-def test_a_seventh_spectrum_waits_until_another_is_removed(encoder: Page) -> None:
-    for head in range(7):
-        encoder.locator(f"#head-table [data-head='{head}']").click()
-        opened(encoder, head)
-        encoder.locator("#keep").click()
-    names = [f"layer 0, head {head}" for head in range(6)]
-    assert encoder.locator(".chip").all_inner_texts() == names
-    assert "Six spectra are kept. Choose" in encoder.locator("#ask").inner_text()
-    encoder.locator(".chip", has_text="layer 0, head 2").click()
-    assert encoder.locator(".chip").all_inner_texts() == [*names[:2], "layer 0, head 6", *names[3:]]
-    assert encoder.locator("#ask").inner_text() == ""
-
-
 def test_on_a_phone_a_head_is_a_sheet_below_its_map(browser: Browser, reports: dict[str, str]) -> None:
     visit = Visit(browser, reports["pictured"], width=390)
     page = visit.page

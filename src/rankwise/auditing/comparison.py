@@ -4,14 +4,13 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
-from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 from pydantic import Field
 
-from rankwise._internals import report_package
 from rankwise._internals.records import Address, Count, Number, Record, grouped
+from rankwise._internals.saved_records import WithPage
 from rankwise._internals.statistics import mean
 from rankwise.auditing.match_findings import OUTCOMES, FindingChange, finding_changes
 from rankwise.auditing.measure_table import HEAD_MEASURES, STATE_MEASURES, HeadMeasure, StateMeasure
@@ -85,7 +84,7 @@ class Total(Record):
     after: Number
 
 
-class Comparison(Record):
+class Comparison(Record, WithPage):
     """Differences between two audits."""
 
     format: Literal["rankwise-comparison"] = "rankwise-comparison"
@@ -131,17 +130,6 @@ class Comparison(Record):
     def resolved(self) -> list[Finding]:
         """Findings of the first audit that the second does not have."""
         return [change.finding for change in self.findings if change.outcome == "resolved"]
-
-    def to_html(self, path: str | Path) -> Path:
-        """Write an HTML page: the differences, the findings, a map of the heads and a table of the layers.
-
-        In a folder, the file is ``comparison.html``. Return its path; raise `InputError` if writing fails.
-        """
-        path = Path(path)
-        path = path / "comparison.html" if path.is_dir() else path
-        report = report_package()
-        written: Path = report.write_page(report.document_of(self), path)
-        return written
 
     def __repr__(self) -> str:
         counts = Counter(change.outcome for change in self.findings)

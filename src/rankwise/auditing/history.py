@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, overload
 
-from rankwise._internals import report_package
 from rankwise._internals.files import folder_name, write_file
+from rankwise._internals.saved_records import WithPage
 from rankwise.auditing.comparison import COST, Comparison, LayerKey, compare_two, cost_origin, layer_means
 from rankwise.auditing.result import LOAD, Audit
 from rankwise.auditing.tables import Row, csv_text, data_frame, table
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-class History:
+class History(WithPage):
     """Audits by training step, sorted by step.
 
     A training loop adds audits with ``history.add(step, rw.audit(model, batches))``. `save` writes a folder
@@ -207,15 +207,6 @@ class History:
             fix = "Write one: `rankwise audit run/checkpoint-* --text FILE --out DIR`."
             raise InputError(f"history {folder}", expected=expected, got="none", fix=fix)
         return cls.of(list(complete.values()), list(complete))
-
-    def to_html(self, path: str | Path) -> Path:
-        """Write an HTML page: curves over the steps, changes of findings, last audit compared with the first.
-
-        In a folder, the file is ``index.html``. Return its path; raise `InputError` if writing fails.
-        """
-        report = report_package()
-        written: Path = report.write_page(report.document_of(self), Path(path))
-        return written
 
     def __repr__(self) -> str:
         if not self._entries:

@@ -82,10 +82,6 @@ class Compression(SavedRecord):
     loss_before: Number = math.nan
     """Mean loss of labels, or of the next token for language models; NaN if there is neither."""
     loss_after: Number = math.nan
-    metric: str = ""
-    """"accuracy" (one label per sequence), "token accuracy" (one label per token), or "" without labels."""
-    metric_before: Number = math.nan
-    metric_after: Number = math.nan
     parameters_before: int = 0
     parameters_after: int = 0
     cache_bytes_before: int = 0

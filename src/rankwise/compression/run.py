@@ -1,8 +1,8 @@
 """Compress parts of a model, each to its own target, and measure the costs and the savings."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from itertools import chain
 from typing import Any
 
@@ -134,7 +134,7 @@ def compress(
     modes = {name: module.training for name, module in model.named_modules()}
     named = parts is not None or isinstance(keep, Mapping) or isinstance(tolerance, Mapping)
     # New linear layers draw weights.
-    with eval_mode(model), preserve_random_state(model), _named_outputs(model):
+    with eval_mode(model), preserve_random_state(model):
         try:
             tokens = _count_tokens(model, data, "batches")
             if eval_data is not data:
@@ -190,10 +190,6 @@ def part_targets(
     def refused(subject: str, expected: str, got: str, fix: str) -> CompressionError:
         return CompressionError(subject, expected=expected, got=got, fix=fix)
 
-    for kind, target in targets.items():
-        if mappings and not isinstance(target, Mapping | None):
-            fix = 'Name the parts: `{"heads": 0.9, "kv": 0.5}`.'
-            raise refused(f"`{kind}`", "a mapping of parts, like the other target", repr(target), fix)
     if mappings and parts is not None:
         raise refused("`parts`", "None, because the targets name their parts", repr(parts), "Omit it.")
     listed = isinstance(parts, Sequence) and not isinstance(parts, str)
@@ -203,10 +199,8 @@ def part_targets(
         raise refused("`parts`", "at least one part", "none", f"Known: {', '.join(PARTS)}.")
     for name in names:
         one_of("`parts`", name, PARTS, error=CompressionError)
-        if names.count(name) > 1:
-            raise refused("`parts`", "each part once", f"{name!r} twice", "Name each part once.")
     pairs: Targets = {}
-    for name in sorted(names, key=PARTS.index):
+    for name in sorted(set(names), key=PARTS.index):
         pair = {kind: x.get(name) if isinstance(x, Mapping) else x for kind, x in targets.items()}
         count = sum(target is not None for target in pair.values())
         if count != 1:
@@ -251,20 +245,6 @@ def find_parts(model: nn.Module, batch: Any, names: Sequence[str] | None) -> dic
             fix=f"{error.fix} The model allows {allowed}.".lstrip(),
         )
     return layers
-
-
-@contextmanager
-def _named_outputs(model: nn.Module) -> Iterator[None]:
-    """Context manager in which models of transformers return outputs with names."""
-    configs = (module.config for module in model.modules() if config_value(module, "return_dict") is False)
-    tuples: list[Any] = list(configs)
-    try:
-        for config in tuples:
-            config.return_dict = True
-        yield
-    finally:
-        for config in tuples:
-            config.return_dict = False
 
 
 def _count_tokens(model: nn.Module, batches: list[Any], name: str) -> int:
@@ -325,7 +305,6 @@ def _record(
         if len(solutions) == 1 and name != "heads":  # then the measured costs are the costs of the part
             cost = after.fields["output_kl"] if name == "kv" else mean(costs.values())
         notes += _part_notes(name, targets[name][1], solution, measured_on, cost)
-    notes += after.notes
     return Compression(
         model=config_value(model, "name_or_path") or type(model).__name__,
         parts=list(solutions),

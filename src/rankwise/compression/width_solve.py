@@ -25,7 +25,7 @@ from rankwise.compression.width_factors import (
     layer_divergence,
     whole_factors,
 )
-from rankwise.compression.width_find import QueryKeyStatistics, collect_statistics, usable_layers
+from rankwise.compression.width_find import QueryKeyStatistics, check_statistics, collect_statistics
 from rankwise.compression.width_modules import Factors, narrow_layers
 from rankwise.errors import CompressionError
 
@@ -57,8 +57,8 @@ def solve(job: Job) -> Solution:
     """
     found, skipped = job.found
     collected = collect_statistics(job.model, found, job.batches, job.on_step)
-    usable, skipped = usable_layers(collected, skipped)
-    layers = [_candidate(statistics, job) for statistics in usable]
+    check_statistics(collected)
+    layers = [_candidate(statistics, job) for statistics in collected]
     aim = job.tolerance
     for attempt in range(ATTEMPTS):
         widths = allocate_widths(
@@ -80,7 +80,7 @@ def solve(job: Job) -> Solution:
         costs = [[0.0] * len(losses) for losses in costs]
     heads: list[HeadWidth] = []
     plan: dict[str, Factors] = {}
-    for statistics, factors, before in zip(usable, starts, costs, strict=True):
+    for statistics, factors, before in zip(collected, starts, costs, strict=True):
         place, after = statistics.projections, before
         if job.calibrate and not whole:
             calibrated = calibrate(statistics, factors, job)
@@ -102,7 +102,7 @@ def solve(job: Job) -> Solution:
             )
             for head, kept in enumerate(factors.kept)
         ]
-    projections = [statistics.projections for statistics in usable]
+    projections = [statistics.projections for statistics in collected]
     kl: dict[str, float] = {}
     for statistics in collect_statistics(job.model, projections, job.eval_batches, job.on_step):
         name = statistics.projections.name

@@ -27,7 +27,7 @@ from rankwise.report.figures import depth_curves, has_room, map_layout, membersh
 from rankwise.report.finding_links import Target, common_notes, find_targets, finding_items, severities_of
 from rankwise.report.format import RANK, count, model_name, round_for_page
 from rankwise.report.head_columns import head_columns
-from rankwise.report.head_details import opening_head, pack_attention_maps, pack_spectra
+from rankwise.report.head_details import pack_attention_maps, pack_spectra
 from rankwise.report.heatmap_grid import Grid, grids_of
 
 MOST_LAYERS, FEW_LAYERS = 16, 5
@@ -57,7 +57,7 @@ def audit_document(audit: Audit) -> Document:
         "heads": _head_data(audit.heads, grids),
         "columns": [column.data() for column in head_columns(audit.heads)],
         "texts": audit.texts,
-        "opening": opening_head(audit.heads, flagged),
+        "opening": next(iter([*flagged, *range(len(audit.heads))]), None),
         "targets": [asdict(target) for target in targets],
         "findings": [[finding.severity, finding.code, finding.meaning] for finding in audit.findings],
         "costs": _head_costs(audit),

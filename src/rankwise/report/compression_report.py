@@ -74,9 +74,6 @@ def _costs(record: Compression) -> Table:
     if math.isfinite(record.loss_before):
         losses = record.loss_before, record.loss_after
         rows.append(["loss", *(format_number(loss, 4) for loss in losses)])
-    if record.metric:
-        shares = record.metric_before, record.metric_after
-        rows.append([record.metric, *(format_number(share, 4) for share in shares)])
     note = (
         f"Measured on {record.measured_on}. Attention KL is KL(M‖M′) with M of the original, mean over rows, "
         "heads and layers, each layer with the inputs of the original."

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rankwise.auditing.records import AttentionMap, HeadRecord
+from rankwise.auditing.records import AttentionMap
 from rankwise.auditing.result import Audit
-from rankwise.report.format import RANK, round_for_page
+from rankwise.report.format import round_for_page
 
 SMALLEST = 1e-12
 """Ratio to the largest singular value below which values are float64 rounding noise, and are not drawn."""
@@ -134,11 +134,3 @@ def _packed(picture: AttentionMap, steps: int) -> dict[str, Any]:
         **picture.model_dump(exclude={"values"}),
         "largest": round_for_page(picture.largest),
     }
-
-
-def opening_head(heads: Sequence[HeadRecord], flagged: Sequence[int]) -> int | None:
-    """Return the head to open first, None without heads: prefer a map, then a finding, then a low rank."""
-    ranks = [value if math.isfinite(value := RANK.value(head)) else math.inf for head in heads]
-    lowest = sorted(range(len(heads)), key=ranks.__getitem__)
-    mapped = [index for index in (*flagged, *lowest) if heads[index].attention_map is not None]
-    return next(iter([*mapped, *flagged, *lowest]), None)

@@ -237,7 +237,6 @@ function unpackedSpectra({ values, points }) {
 const spectra = unpackedSpectra(report.spectra);
 const initialSpectra = report.initial_spectra ? unpackedSpectra(report.initial_spectra) : null;
 let kept = Array(SERIES).fill(null); // heads kept to compare, by their color
-let waiting = null; // a seventh head waits until another is removed
 
 // The k-th of N singular values is drawn at k/N: so a rank is drawn at its share.
 function spectrumOf(head, from = spectra) {
@@ -313,24 +312,18 @@ function drawChips() {
   });
   find("#chips").replaceChildren(...chips);
   const keep = find("#keep");
-  keep.disabled = kept.includes(open);
-  keep.textContent = keep.disabled ? "Kept" : "Keep to compare";
-  find("#ask").textContent = waiting === null ? "" : `Six spectra are kept. Choose the one that makes room for ${fullName(waiting)}.`;
+  keep.disabled = kept.includes(open) || !kept.includes(null);
+  keep.textContent = kept.includes(open) ? "Kept" : "Keep to compare";
 }
 
 function keepSpectrum(head) {
-  if (kept.includes(head)) return null;
-  if (kept.includes(null)) kept[kept.indexOf(null)] = head;
-  else waiting = head;
+  if (kept.includes(head) || !kept.includes(null)) return null;
+  kept[kept.indexOf(null)] = head;
   return drawSpectra();
 }
 
 function letGo(head) {
   kept = kept.map((other) => (other === head ? null : other));
-  if (waiting !== null) {
-    kept[kept.indexOf(null)] = waiting;
-    waiting = null;
-  }
   return drawSpectra();
 }
 
