@@ -339,24 +339,6 @@ def test_without_names_the_parts_that_the_model_allows_are_done(make: Make, part
     assert rw.compress(make(), [ids(8, 30)], keep=0.75).parts == parts
 
 
-@pytest.mark.parametrize(
-    ("make", "part", "allowed"),
-    [
-        (bert, "kv", "The model allows heads and width."),
-        (qwen3, "width", "The model allows heads and kv."),
-        (mpnet, "heads", "The model allows width."),
-        (torch_layer, "width", "The model allows no part."),
-    ],
-)
-def test_a_refusal_names_the_parts_that_the_model_allows(make: Make, part: str, allowed: str) -> None:
-    model, steps = make(), list[str]()
-    batch = ids() if hasattr(model, "config") else ids()["input_ids"]
-    parts = ["heads", part] if "heads" in allowed else part
-    with untouched(model), pytest.raises(CompressionError, match=f"for the part '{part}', got .*{allowed}"):
-        rw.compress(model, [batch], keep=0.5, parts=parts, on_step=steps.append)
-    assert steps == ["the parts that the model allows"]  # no part has begun
-
-
 def attention(model: nn.Module, kind: str) -> nn.Module:
     model.set_attn_implementation(kind)  # type: ignore[operator]
     return model

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from itertools import chain
 from typing import Any
 
@@ -216,35 +216,17 @@ def part_targets(
 
 
 def find_parts(model: nn.Module, batch: Any, names: Sequence[str] | None) -> dict[str, Found[Any]]:
-    """Return the layers that each named part can change; if there are none, raise and name the other parts.
+    """Return the layers that each named part can change; raise if there are none.
 
     Without names, the parts are those of `DEFAULT_PARTS` that work, or else ``heads``.
     """
-    refused: dict[str, NoLayersError] = {}
-
-    def working(some: Iterable[str]) -> dict[str, Found[Any]]:
-        layers: dict[str, Found[Any]] = {}
-        for name in some:
-            try:
-                layers[name] = find_part(name, model, batch)
-            except NoLayersError as error:
-                refused[name] = error
-        return layers
-
-    layers = working(DEFAULT_PARTS if names is None else names)
-    if names is None and not layers:
-        layers = working(["heads"])
-    if refused and (names is not None or not layers):
-        layers |= working(name for name in PARTS if name not in layers and name not in refused)
-        name, error = next(iter(refused.items()))
-        allowed = " and ".join(part for part in PARTS if part in layers) or "no part"
-        raise CompressionError(
-            error.subject,
-            expected=f"{error.expected}, for the part {name!r}",
-            got=error.got,
-            fix=f"{error.fix} The model allows {allowed}.".lstrip(),
-        )
-    return layers
+    if names is not None:
+        return {name: find_part(name, model, batch) for name in names}
+    layers: dict[str, Found[Any]] = {}
+    for name in DEFAULT_PARTS:
+        with suppress(NoLayersError):
+            layers[name] = find_part(name, model, batch)
+    return layers or {"heads": find_part("heads", model, batch)}
 
 
 def _count_tokens(model: nn.Module, batches: list[Any], name: str) -> int:
