@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rankwise.auditing.records import AttentionMap, HeadRecord
@@ -35,8 +35,8 @@ class Examples:
     """Number of sequences in which the most attended token has a name."""
     names: list[list[Counter[str]]]
     """``names[i][j]``: number of sequences by name, for head i and kind of name j (see `peak_name`)."""
-    attention_maps: list[list[AttentionMap]] = field(default_factory=list)
-    """Attention maps of the first two sequences."""
+    attention_maps: list[AttentionMap | None]
+    """Attention maps of the first sequence; None if not requested."""
 
     @classmethod
     def empty(cls, heads: int) -> "Examples":
@@ -47,7 +47,7 @@ class Examples:
 
         return cls(
             longest=[0.0] * heads, masks=["full"] * heads, grids=[None] * heads, named=[0] * heads,
-            spectra=lists(), memberships=lists(), names=lists(), attention_maps=lists(),
+            spectra=lists(), memberships=lists(), names=lists(), attention_maps=[None] * heads,
         )  # fmt: skip
 
     @classmethod
@@ -61,10 +61,7 @@ class Examples:
             grids=[record.membership_grid for record in records],
             named=[record.merging.named for record in records],
             names=[[Counter(kind) for kind in record.merging.names] for record in records],
-            attention_maps=[
-                [kept for kept in (record.attention_map, record.second_attention_map) if kept is not None]
-                for record in records
-            ],
+            attention_maps=[record.attention_map for record in records],
         )
 
     def see_lengths(self, tokens: Sequence[float], masks: Sequence[str]) -> None:
@@ -82,8 +79,8 @@ class Examples:
                 self.named[head] += bool(kinds)
                 _count(self.names[head], [{name: 1} for name in kinds])
 
-    def merge(self, other: "Examples", *, attention_maps: bool = True) -> None:
-        """Add examples of the same heads from later sequences, with or without their attention maps."""
+    def merge(self, other: "Examples") -> None:
+        """Add examples of the same heads from later sequences; attention maps are of the first alone."""
         for names, others in zip(self.names, other.names, strict=True):
             _count(names, others)
         self.see_lengths(other.longest, other.masks)
@@ -92,8 +89,6 @@ class Examples:
                 self.memberships[head], self.grids[head] = other.memberships[head], other.grids[head]
             self.spectra[head] = self.spectra[head] or other.spectra[head]
             self.named[head] += other.named[head]
-            if attention_maps:
-                self.attention_maps[head] = (self.attention_maps[head] + other.attention_maps[head])[:2]
 
     def peak(self, head: int) -> tuple[str, int]:
         """Return the most frequent name of the most attended token, and the number of sequences with it.

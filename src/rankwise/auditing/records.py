@@ -218,8 +218,6 @@ class HeadRecord(HeadMeasures, HeadOrigin):
     """Number of sequences in which ``max_token`` names the token with the largest weight."""
     attention_map: AttentionMap | None = None
     """Attention map of the first sequence; None if it was not requested."""
-    second_attention_map: AttentionMap | None = None
-    """Attention map of the second sequence; None if there is no second sequence."""
     spectrum: list[Number] = Field(default_factory=list)
     """At most 64 singular values of the first sequence, evenly spaced by index; empty for estimated ranks."""
     importance: HeadImportance | None = None

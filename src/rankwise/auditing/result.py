@@ -67,8 +67,8 @@ class Audit(SavedRecord):
         """Merge audits of shards of the data into one audit of all the data.
 
         Up to rounding, means, standard deviations, counts and nearest heads equal the values of one audit
-        over all sequences. Findings are recomputed. Values of single sequences (spectra, membership maps,
-        attention maps) come from the first audit that has them. Importance is the mean over all tokens. The
+        over all sequences. Findings are recomputed. Attention maps are those of the first audit; spectra and
+        membership maps come from the first audit that has them. Importance is the mean over all tokens. The
         set of removable heads and measures at initialization are omitted. Notes
         in the merged audit list the omitted parts.
 

@@ -97,7 +97,7 @@ def audit(
             cannot be resolved); or "auto", exact if a float64 matrix takes at most 512 MiB (T = S = 8,192).
         sites: functions that return the mixing matrix (operator) of a module, by name, as in `capture`.
         blocks: names of the residual blocks, as in `capture`.
-        attention_maps: heads that keep maps of the first two sequences (`AttentionMap`, at most 128×128,
+        attention_maps: heads that keep maps of the first sequence (`AttentionMap`, at most 128×128,
             longer sequences averaged block by block): "flagged" (heads with a finding), "all", "3:7,5:0"
             (layer:head), or pairs. Cost: one product with 128 columns per head; at most 256 MiB in all.
         importance: measure the loss without each head and block, and which heads can be removed together.
@@ -230,12 +230,9 @@ class Run:
                 site, heads, self.settings.delta, self.settings.rank_method,
                 names=self.names, batch=self._batch,
             )  # fmt: skip
-            if self.maps is not None:
-                earlier = self.statistics.heads.get(statistics.mixer)
-                before = 0 if earlier is None else max(map(len, earlier.examples.attention_maps))
-                for maps in self.maps.record(site, heads, self._batch, before):
-                    for place, attention_map in maps.items():
-                        statistics.examples.attention_maps[place].append(attention_map)
+            if self.maps is not None and statistics.mixer not in self.statistics.heads:
+                for place, attention_map in self.maps.record(site, heads, self._batch).items():
+                    statistics.examples.attention_maps[place] = attention_map
             self.batch_statistics.add_heads(statistics)
         self._on_progress(self.batches, site.name)
 

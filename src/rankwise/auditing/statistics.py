@@ -83,7 +83,7 @@ class HeadStatistics:
             examples=Examples.empty(number),
         )
 
-    def merge(self, other: "HeadStatistics", *, attention_maps: bool = True) -> None:
+    def merge(self, other: "HeadStatistics") -> None:
         """Add statistics of the same heads over other sequences; raise `ShapeError` if the heads differ."""
         if self.heads != other.heads:
             expected, got = f"{len(self.heads)}, as in the sequences before", str(len(other.heads))
@@ -95,7 +95,7 @@ class HeadStatistics:
         self.distances.merge(other.distances)
         for name in COUNTS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.examples.merge(other.examples, attention_maps=attention_maps)
+        self.examples.merge(other.examples)
         self.head_dim = other.head_dim if self.head_dim is None else self.head_dim
         if self.logits is not None and other.logits is not None:
             self.logits = self.logits + other.logits
@@ -122,7 +122,6 @@ class HeadStatistics:
             counts = {name: int(numbers[name][0][index]) for name in MEANS}
             counts |= {f"stderr of {name}": int(errors[name][0][index]) for name in ERRORS}
             peak, peak_sequences = self.examples.peak(index)
-            first, second = [*self.examples.attention_maps[index], None, None][:2]
             fields: dict[str, Any] = {name: float(mean[index]) for name, (_, mean, _) in numbers.items()}
             record = HeadRecord(
                 **fields,
@@ -138,8 +137,8 @@ class HeadStatistics:
                 std={name: float(std[index]) for name, (_, _, std) in numbers.items() if name not in SIZES},
                 stderr={name: float(errors[name][1][index]) for name in ERRORS} if estimated else {},
                 counts={name: count for name, count in counts.items() if 0 < count < sequences},
-                max_token=peak, max_token_sequences=peak_sequences, attention_map=first,
-                second_attention_map=second, spectrum=self.examples.spectra[index],
+                max_token=peak, max_token_sequences=peak_sequences, spectrum=self.examples.spectra[index],
+                attention_map=self.examples.attention_maps[index],
                 merging=self._merge_data(index, audits),
             )  # fmt: skip
             records.append(record)
@@ -271,20 +270,20 @@ class ModelStatistics:
     states: dict[tuple[str, int], StateStatistics] = field(default_factory=dict)
     """Statistics of token states by stack and number of blocks passed."""
 
-    def add_heads(self, heads: HeadStatistics, *, attention_maps: bool = True) -> None:
+    def add_heads(self, heads: HeadStatistics) -> None:
         """Add statistics of a mixer call, merged with earlier statistics of the same call."""
         if (earlier := self.heads.setdefault(heads.mixer, heads)) is not heads:
-            earlier.merge(heads, attention_maps=attention_maps)
+            earlier.merge(heads)
 
     def add_states(self, states: StateStatistics) -> None:
         """Add statistics of token states, merged with earlier statistics of the same states."""
         if (earlier := self.states.setdefault((states.stack, states.blocks), states)) is not states:
             earlier.merge(states)
 
-    def merge(self, other: "ModelStatistics", *, attention_maps: bool = True) -> None:
+    def merge(self, other: "ModelStatistics") -> None:
         """Add statistics of other sequences; objects of ``other`` are reused, not copied."""
         for heads in other.heads.values():
-            self.add_heads(heads, attention_maps=attention_maps)
+            self.add_heads(heads)
         for states in other.states.values():
             self.add_states(states)
 
@@ -329,10 +328,10 @@ class AuditStatistics(ModelStatistics):
     """Statistics of the copies at initialization, by random seed."""
 
     def merge_audit(self, other: "AuditStatistics") -> None:
-        """Add a saved audit of other sequences; take its attention maps if there are none."""
-        mapped = any(any(heads.examples.attention_maps) for heads in self.heads.values())
-        self.merge(other, attention_maps=not mapped)
-        self.texts = self.texts if mapped else other.texts
+        """Add a saved audit of other sequences, without its attention maps: `texts` has other tokens."""
+        for heads in other.heads.values():
+            heads.examples.attention_maps = [None] * len(heads.heads)
+        self.merge(other)
         self.provenance = joined(self.provenance, other.provenance)
         self.complete = self.complete and other.complete
         self.uncaptured = joined_uncaptured(self.uncaptured, other.uncaptured)
