@@ -118,8 +118,7 @@ def scaled(factor: float, heads: int, dtype: str) -> list[Audit]:
     """Return the encoder, and the encoder with other numbers in its first heads."""
     numbers = [{name: getattr(head, name) * factor for name in RANGES} for head in ENCODER.heads[:heads]]
     audits = [ENCODER, changed(ENCODER, dict(enumerate(numbers)))]
-    fields = {"model_dtype": dtype, "measure_dtype": "float64"}
-    origin = ENCODER.provenance.model_copy(update=fields)
+    origin = ENCODER.provenance.model_copy(update={"model_dtype": dtype})
     return [audit.model_copy(update={"provenance": origin}) for audit in audits]
 
 
@@ -196,7 +195,6 @@ WARNINGS = [
     ({"origin": {"data": ""}}, "The data differ: sentences.txt before, unknown after"),
     ({"origin": {"rank_method": "estimate"}}, "The method differs: exact before"),
     ({"origin": {"sequences": 8}}, "The sequences differ: 64 before, 8 after"),
-    ({"origin": {"measure_dtype": "float32"}}, "The dtype of the measures differs: float64 before"),
     (
         {"every": {"tokens": 256.0}},
         "The sequences are not equally long: 128 tokens on average before, 244.7 after",

@@ -344,7 +344,6 @@ _FACTS: dict[str, tuple[Callable[[Sequence[HeadRecord]], str], str]] = {
 _PROVENANCE = {
     "delta": ("δ differs", "Numerical ranks use different thresholds."),
     "rank_method": ("The method differs", "Some changes may be errors of estimates."),
-    "measure_dtype": ("The dtype of the measures differs", "Some changes may be rounding."),
     "data": ("The data differ", "Some changes may come from the data."),
     "sequences": ("The sequences differ", "The means are over different numbers of sequences."),
 }

@@ -126,13 +126,14 @@ class MergeData(Record):
     longest: Count = 0
     """Number of tokens of the longest sequence, from which the head's mask is taken."""
     distances: list[Number] = Field(default_factory=list)
-    """Mean distance from this head to each head of the mixer, in head order; NaN for the head itself."""
+    """Mean distance from this head to each head of the mixer, in head order; NaN for the head itself. Empty
+    if no distance is known."""
     pairs: list[Count] = Field(default_factory=list)
     """Number of sequences averaged in each distance."""
     named: Count = 0
     """Number of sequences in which the most attended token has a name."""
-    names: list[dict[str, Count]] = Field(default_factory=list)
-    """Number of sequences by token name, for each kind of name: the 16 most frequent names."""
+    names: dict[str, Count] = Field(default_factory=dict)
+    """Number of sequences by name of the most attended token: the most frequent names."""
 
 
 class HeadOrigin(Record):
@@ -157,8 +158,6 @@ class HeadOrigin(Record):
     """Number of sequences whose operator contains NaN or infinity; they are excluded from all means."""
     estimated_sequences: Count = 0
     """Number of sequences whose ranks were estimated without forming the matrix; the others are exact."""
-    svd_sequences: Count = 0
-    """Number of sequences whose exact rank required an SVD, because a singular value is very close to δ."""
     tokens: Size
     """Number of rows T without padding, mean over sequences."""
     sources: Size
@@ -366,15 +365,10 @@ class Provenance(Record):
     data: str = ""
     delta: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     model_dtype: str = ""
-    measure_dtype: str = "float64"
     rank_method: str = "exact"
-    rank_method_asked: str = ""
-    """Requested method of computing ranks: ``exact``, ``estimate`` or ``auto``."""
     device: str = ""
     batches: Count = 0
     sequences: Count = 0
-    merged_audits: Annotated[int, Field(ge=1)] = 1
-    """Number of audits that were merged into this audit; 1 if none were merged."""
     data_digests: list[str] = Field(default_factory=list)
     """Digest of the data of this audit, or of each audit that was merged into it."""
     weights_digest: str = ""

@@ -14,7 +14,7 @@ from rankwise._internals.records import Address
 from rankwise._internals.saved_records import SavedRecord
 from rankwise.auditing.at_init import heads_at_init, states_at_init
 from rankwise.auditing.findings import diagnose
-from rankwise.auditing.provenance import check_mergeable, check_same, describe_method
+from rankwise.auditing.provenance import check_mergeable, describe_method, merged_provenance
 from rankwise.auditing.records import (
     SCHEMA_VERSION,
     Finding,
@@ -35,9 +35,6 @@ if TYPE_CHECKING:
     import pandas as pd
     import plotly.graph_objects as go
 
-NOT_AT_INIT = "measures at initialization left out: audits do not hold the statistics of each copy"
-NO_WIDTH = "required width left out: it rests on second moments of all sequences, which audits do not hold"
-ADVISED = "examine the skip connections again: rw.skips.recommend(audit, model, batch)"
 LOAD = "Read a saved audit with `rw.Audit.load(path)`."
 _MOST_NAMES = 6
 """Maximum number of names listed in an error."""
@@ -63,32 +60,30 @@ class Audit(SavedRecord):
     """How the copies at initialization were made; None if they were not requested."""
 
     @classmethod
-    def merge(cls, audits: "Sequence[Audit]", names: Sequence[str] = ()) -> "Audit":
+    def merge(cls, audits: "Sequence[Audit]") -> "Audit":
         """Merge audits of shards of the data into one audit of all the data.
 
         Up to rounding, means, standard deviations, counts and nearest heads equal the values of one audit
         over all sequences. Findings are recomputed. Attention maps are those of the first audit; spectra and
         membership maps come from the first audit that has them. Importance is the mean over all tokens. The
-        set of removable heads and measures at initialization are omitted. Notes
-        in the merged audit list the omitted parts.
+        set of removable heads, required widths and measures at initialization are omitted.
 
-        Merging in several steps returns the same result as merging at once. Each audit stores only its 16
-        most frequent token names, so counts of rarer names may be missing.
+        Merging in several steps returns the same result as merging at once. Each audit stores only its most
+        frequent token names, so counts of rarer names may be missing.
         Cost: linear in the number of records.
 
         An error is raised if sequences would be counted twice: if an audit is passed twice, alone or as part
         of a merged audit, or if two audits have the same batches. The same sequences in different batches are
-        not detected. Equal weights are recognized by 64 entries per weight tensor. Audits without
+        not detected. Equal weights are recognized by 64 entries per weight tensor. Data without
         digests are not checked.
 
         Args:
             audits: audits of the same model at the same δ, each of different sequences.
-            names: names of the audits for error messages; "audit 1", "audit 2", … by default.
 
         Raises:
-            InputError: if ``audits`` is not a list of at least one audit, or ``names`` has another length.
-            RecordError: if audits differ in model, weights, revision, δ, method, dtype or schema version, or
-                if two audits contain the same sequences.
+            InputError: if ``audits`` is not a list of at least one audit.
+            RecordError: if audits differ in model, weights, revision, δ or dtype, or if two audits contain
+                the same sequences.
 
         Source: Chan, Golub, LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample
         Variances", 1979.
@@ -98,31 +93,23 @@ class Audit(SavedRecord):
             >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
             >>> shards = [rw.audit(layer, [torch.randn(2, 5, 8)]) for _ in range(3)]
             >>> merged = rw.Audit.merge(shards)
-            >>> merged.provenance.sequences, merged.provenance.merged_audits
-            (6, 3)
+            >>> merged.provenance.sequences
+            6
         """
-        audits, fix = [audits] if isinstance(audits, Audit) else list(audits), "Pass a list of audits."
+        audits = list(audits)
         if not audits:
+            fix = "Pass a list of audits."
             raise InputError("`Audit.merge`", expected="at least one audit", got="none", fix=fix)
-        if names and len(names) != len(audits):
-            fix = "Pass one name per audit, or no names."
-            expected, got = f"{len(audits)} names", str(len(names))
-            raise InputError("`names` of `Audit.merge`", expected=expected, got=got, fix=fix)
         for number, audit in enumerate(audits, 1):
             instance_of(f"audit {number} of `Audit.merge`", audit, Audit, "an audit", fix=LOAD)
         if len(audits) == 1:
             return audits[0]
-        _check_mergeable(audits, names or [f"audit {number + 1}" for number in range(len(audits))])
+        abouts = [audit.provenance for audit in audits]
+        check_mergeable(abouts)
         whole, *others = map(AuditStatistics.from_audit, audits)
         for other in others:
             whole.merge_audit(other)
-        for note, lost in (
-            (NOT_AT_INIT, any(audit.at_init for audit in audits)),
-            (NO_WIDTH, any(head.required_head_dim >= 0 for audit in audits for head in audit.heads)),
-            (ADVISED, any(audit.provenance.skips_examined for audit in audits)),
-        ):
-            if lost:
-                whole.note(note)
+        whole.provenance = merged_provenance(abouts)
         return cls.from_statistics(whole)
 
     @classmethod
@@ -135,7 +122,7 @@ class Audit(SavedRecord):
         copies = list(statistics.copies.values())
         for address, fields in (heads_at_init(statistics, copies) if copies else {}).items():
             fields_of_heads[address] |= fields
-        heads = statistics.head_records(fields_of_heads, about.merged_audits)
+        heads = statistics.head_records(fields_of_heads)
         initial = states_at_init(copies)
         states = [
             states.to_record().model_copy(update={"at_init": initial.get(address)})
@@ -159,7 +146,7 @@ class Audit(SavedRecord):
         """Return records as a pandas data frame, with one row per record.
 
         The column after a measure is its standard deviation over sequences, such as ``numerical_rank_std``.
-        Lists (spectra, maps, thresholds) are omitted; they are in the records. Raise `InputError` if pandas
+        Lists (spectra, maps) are omitted; they are in the records. Raise `InputError` if pandas
         is not installed, or ``records`` is not a kind of records, such as "heads" or "states".
         """
         return data_frame(*table(records, getattr(self, records, []), self.provenance))
@@ -251,21 +238,6 @@ class Audit(SavedRecord):
             f"Audit({model}: {len(self.heads)} heads, {len(self.states)} states, "
             f"{len(self.findings)} findings{'' if self.complete else ', incomplete'})"
         )
-
-
-def _check_mergeable(audits: Sequence[Audit], names: Sequence[str]) -> None:
-    check_same("schema_version", [audit.schema_version for audit in audits])
-    check_mergeable([audit.provenance for audit in audits], names)
-    alike: dict[tuple[str, str], list[object]] = defaultdict(list)
-    for audit in audits:
-        for head in audit.heads:
-            alike[f"head {head.head} of {head.site!r}, call {head.call}", "kind"].append(head.kind)
-        for state in audit.states:
-            subject = f"token states of {state.stack!r} after {state.blocks} blocks"
-            alike[subject, "site"].append(state.site)
-            alike[subject, "hidden_size"].append(state.hidden_size)
-    for (subject, field), values in alike.items():
-        check_same(field, values, subject=subject)
 
 
 def _known(values: list[int] | list[str]) -> str:

@@ -37,8 +37,6 @@ from rankwise.measures import DELTA
 from rankwise.tracing import CapturedMixer, CapturedState, OperatorFunction, Trace, capture, compiled_modules
 from rankwise.tracing.model_checks import sharded_again
 
-"""Reason why `compress` refuses layers of PyTorch."""
-
 
 class AuditError(RankwiseError):
     """Raised if the model, a batch or a later step fails during an audit.
@@ -320,8 +318,7 @@ class Run:
         given = self.settings.provenance
         missing = [] if self.maps is None else self.maps.missing(self._head_numbers())
         measured: dict[str, Any] = {
-            "delta": self.settings.delta, "rank_method_asked": self.settings.rank_method,
-            "batches": self.batches, "sequences": self.sequences,
+            "delta": self.settings.delta, "batches": self.batches, "sequences": self.sequences,
             "data_digests": [self.data.value] if self.data.value else [],
             "seconds": round(perf_counter() - self.started, 1),
         }  # fmt: skip

@@ -11,9 +11,8 @@ import numpy as np
 
 from rankwise._internals.records import Address, grouped
 from rankwise._internals.statistics import Floats, Moments
-from rankwise.auditing.examples import TOKENS_KEPT, Examples
+from rankwise.auditing.examples import NAMES_KEPT, Examples
 from rankwise.auditing.measure_table import HEAD_MEASURES, STATE_MEASURES
-from rankwise.auditing.provenance import joined, joined_uncaptured
 from rankwise.auditing.records import (
     HeadRecord,
     MergeData,
@@ -21,7 +20,7 @@ from rankwise.auditing.records import (
     StateRecord,
     UncapturedModule,
 )
-from rankwise.errors import RecordError, ShapeError
+from rankwise.errors import ShapeError
 from rankwise.importance.records import Importance
 
 if TYPE_CHECKING:
@@ -39,8 +38,8 @@ SIZES = ("tokens", "sources", "full_rank")
 """Fields in `MEANS` without a standard deviation in records."""
 ERRORS = ("numerical_rank", "scale_free_rank", "effective_rank", "stable_rank", "sigma_max")
 """Measures that have a standard error if they are estimated by random vectors."""
-COUNTS = ("nonfinite_sequences", "estimated_sequences", "svd_sequences")
-"""Fields that count sequences with NaN, estimated ranks or an SVD."""
+COUNTS = ("nonfinite_sequences", "estimated_sequences")
+"""Fields that count sequences with NaN or estimated ranks."""
 STATES = ("tokens", *(row.name for row in STATE_MEASURES))
 
 
@@ -61,8 +60,7 @@ class HeadStatistics:
     """Distances between heads, shape (H, H)."""
     nonfinite_sequences: Floats
     estimated_sequences: Floats
-    svd_sequences: Floats
-    """Numbers of sequences with NaN, estimated ranks or an SVD, (H,) each; a window counts as a fraction."""
+    """Numbers of sequences with NaN or estimated ranks, (H,) each; a window counts as a fraction."""
     examples: Examples
     head_dim: int | None = None
     heads_per_group: int = 1
@@ -102,8 +100,8 @@ class HeadStatistics:
         else:
             self.logits = self.logits or other.logits
 
-    def to_records(self, audits: int = 1) -> list[HeadRecord]:
-        """Return a record per head; it keeps `TOKENS_KEPT` token names for each of the merged ``audits``."""
+    def to_records(self) -> list[HeadRecord]:
+        """Return a record per head."""
         finite = self.measures["sigma_max"].count
         numbers = {
             name: (moments.complete(finite) if name in RANKS else moments).to_record()
@@ -130,7 +128,7 @@ class HeadStatistics:
                 heads_per_group=self.heads_per_group,
                 mask=self.examples.masks[index],  # type: ignore[arg-type]
                 sequences=sequences, nonfinite_sequences=int(self.nonfinite_sequences[index]),
-                estimated_sequences=estimated, svd_sequences=round(float(self.svd_sequences[index])),
+                estimated_sequences=estimated,
                 membership_map=self.examples.memberships[index], membership_grid=self.examples.grid(index),
                 nearest_head=nearest[index], nearest_head_distance=float(distance[index]),
                 required_head_dim=float(needed[index]),
@@ -139,7 +137,7 @@ class HeadStatistics:
                 counts={name: count for name, count in counts.items() if 0 < count < sequences},
                 max_token=peak, max_token_sequences=peak_sequences, spectrum=self.examples.spectra[index],
                 attention_map=self.examples.attention_maps[index],
-                merging=self._merge_data(index, audits),
+                merging=self._merge_data(index),
             )  # fmt: skip
             records.append(record)
         return records
@@ -187,34 +185,24 @@ class HeadStatistics:
         ]
         return nearest, np.where(least < np.inf, least, np.nan)
 
-    def _merge_data(self, head: int, audits: int) -> MergeData:
-        # If every head is a module of its own, the only known distance is to the head itself.
-        alone = [head] if "*" in self.mixer.site else slice(None)
+    def _merge_data(self, head: int) -> MergeData:
         count, mean, _ = (numbers[head].copy() for numbers in self.distances.to_record())
         mean[head] = np.nan
-        kinds = self.examples.names[head]
-        by_frequency = (sorted(kind.items(), key=lambda item: (-item[1], item[0])) for kind in kinds)
+        known = slice(None if np.isfinite(mean).any() else 0)
+        by_frequency = sorted(self.examples.names[head].items(), key=lambda item: (-item[1], item[0]))
         return MergeData(
             longest=int(self.examples.longest[head]),
-            distances=mean[alone].tolist(),
-            pairs=count[alone].astype(int).tolist(),
+            distances=mean[known].tolist(),
+            pairs=count[known].astype(int).tolist(),
             named=self.examples.named[head],
-            names=[dict(kind[: TOKENS_KEPT * audits]) for kind in by_frequency],
+            names=dict(by_frequency[:NAMES_KEPT]),
         )
 
 
 def _distances_of(records: Sequence[HeadRecord]) -> Moments:
     heads = len(records)
-    count, mean = np.zeros((heads, heads)), np.full((heads, heads), np.nan)
-    for row, record in enumerate(records):
-        distances, pairs = record.merging.distances, record.merging.pairs
-        if len(distances) not in (1, heads) or len(pairs) != len(distances):
-            expected, got = f"distances to {heads} heads", f"{len(distances)} and {len(pairs)} counts"
-            fix = "The file is damaged; run `rankwise audit` again."
-            raise RecordError(f"heads of {record.site!r}", expected=expected, got=got, fix=fix)
-        # If each head is a module of its own, only the distance to itself is known.
-        columns = slice(None) if len(distances) == heads else [row]
-        count[row, columns], mean[row, columns] = pairs, distances
+    mean = np.array([record.merging.distances or [math.nan] * heads for record in records])
+    count = np.array([record.merging.pairs or [0] * heads for record in records], dtype=np.float64)
     np.fill_diagonal(mean, 0.0)
     return Moments.from_record(count, mean, np.full_like(mean, np.nan))
 
@@ -287,9 +275,7 @@ class ModelStatistics:
         for states in other.states.values():
             self.add_states(states)
 
-    def head_records(
-        self, fields: Mapping[Address, Mapping[str, Any]] | None = None, audits: int = 1
-    ) -> list[HeadRecord]:
+    def head_records(self, fields: Mapping[Address, Mapping[str, Any]] | None = None) -> list[HeadRecord]:
         """Return the records of all heads in the order of the model, with the given ``fields`` by address.
 
         If each head is a separate module (``heads.0``, ``heads.1``), the records get one site ``heads.*``.
@@ -299,7 +285,7 @@ class ModelStatistics:
         records: list[HeadRecord] = []
         for mixer, heads in self.heads.items():
             together = _pattern(mixer)
-            for record in heads.to_records(audits):
+            for record in heads.to_records():
                 changes = dict((fields or {}).get(mixer.at(record.head), {}))
                 if len(heads.heads) == 1 and alone[together] > 1:
                     changes |= {"site": together.site, "head": met[together]}
@@ -332,20 +318,12 @@ class AuditStatistics(ModelStatistics):
         for heads in other.heads.values():
             heads.examples.attention_maps = [None] * len(heads.heads)
         self.merge(other)
-        self.provenance = joined(self.provenance, other.provenance)
         self.complete = self.complete and other.complete
-        self.uncaptured = joined_uncaptured(self.uncaptured, other.uncaptured)
+        self.uncaptured = list(dict.fromkeys([*self.uncaptured, *other.uncaptured]))
         if self.importance is None or other.importance is None:
-            if self.importance is not other.importance:
-                self.note("importance left out: not all audits that were merged have it")
             self.importance = None
         else:
             self.importance.merge(other.importance)
-
-    def note(self, text: str) -> None:
-        """Add a note to the provenance unless the provenance already has this note."""
-        notes = list(dict.fromkeys([*self.provenance.notes, text]))
-        self.provenance = self.provenance.model_copy(update={"notes": notes})
 
     @classmethod
     def from_audit(cls, audit: "Audit") -> "AuditStatistics":

@@ -30,7 +30,7 @@ _MEASURES = {
 }
 _BEFORE = {
     "heads": "stack site layer head kind mask cross call sequences nonfinite_sequences "
-    "estimated_sequences svd_sequences tokens sources full_rank head_dim",
+    "estimated_sequences tokens sources full_rank head_dim",
     "states": "stack site blocks sequences nonfinite_sequences tokens hidden_size",
     "findings": "code severity stack layer site head",
     "uncaptured": "name type reason",
