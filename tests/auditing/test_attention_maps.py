@@ -16,7 +16,6 @@ from tests.support.records import diagnose
 import rankwise as rw
 from rankwise.auditing import AttentionMap, Audit
 from rankwise.auditing.attention_maps import block_averages, only_flagged
-from rankwise.errors import InputError
 from rankwise.operators import DenseMixing, IndexedMixing, LinearAttentionMixing, SoftmaxMixing
 
 
@@ -102,21 +101,13 @@ def test_chosen_heads_have_maps() -> None:
     audit = rw.audit(model, [token_ids(1)], attention_maps="1:2, 0:0,9:9")
     assert {(h.layer, h.head) for h in audit.heads if h.attention_map} == {(0, 0), (1, 2)}
     assert "no such head to keep the matrix of: 9:9" in audit.provenance.notes
-    runs = []
-    with (
-        model.register_forward_hook(lambda *_: runs.append(1)),
-        pytest.raises(InputError, match=r"layers 0–\d, numbers 0–3, got 9:9") as refused,
-    ):
-        rw.audit(model, [token_ids(1)] * 2, attention_maps="9:9")
-    assert len(runs) == 1
-    assert not hasattr(refused.value, "audit")
     plain, kept = (rw.audit(model, [token_ids(1)], attention_maps=matrices) for matrices in (None, "flagged"))
     assert all(h.attention_map is None for h in plain.heads)
     flagged = {f.where.head for f in plain.findings if f.where.head is not None}
     assert bool(flagged) == any(h.attention_map for h in kept.heads)
 
 
-def test_flagged_heads_are_all_heads_of_a_finding_in_all_their_calls() -> None:
+def test_flagged_heads_have_maps_of_all_their_calls() -> None:
     kept = AttentionMap.of(np.eye(2, dtype=np.float32), tokens=2, sources=2)
     places = [records.place(layer, head) for layer in range(2) for head in range(4)]
     heads = [
@@ -126,10 +117,9 @@ def test_flagged_heads_are_all_heads_of_a_finding_in_all_their_calls() -> None:
         for at in places
         for call in range(2)
     ]
-    twins = records.finding("DUPLICATE_HEADS", where=records.place(1, 2), heads=[2, 3])
-    found = only_flagged(heads, [twins])
+    found = only_flagged(heads, [records.finding("SINK", where=records.place(1, 2))])
     mapped = [(h.layer, h.head, h.call) for h in found if h.attention_map]
-    assert mapped == [(1, 2, 0), (1, 2, 1), (1, 3, 0), (1, 3, 1)]
+    assert mapped == [(1, 2, 0), (1, 2, 1)]
 
 
 @pytest.mark.parametrize(("mass", "named"), [(0.5, "[CLS]"), (0.49, ""), (0.02, ""), (float("nan"), "")])

@@ -260,7 +260,6 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "SINK": (designed, tokens),
     "CONSTANT": (designed, tokens),
     "IDENTITY": (designed, tokens),
-    "DUPLICATE_HEADS": (designed, tokens),
     "OVERSIZED_HEADS": (spare, ids),
     "REMOVABLE": (spare, ids),
     "NONFINITE": (broken, ids),

@@ -11,16 +11,11 @@ from rankwise._internals.batches import Batch
 from rankwise.auditing.examples import TokenNames, token_ids
 from rankwise.auditing.records import MAP_SIDE, AttentionMap, Finding, HeadRecord
 from rankwise.auditing.settings import ChosenHeads
-from rankwise.errors import InputError
 from rankwise.operators import IndexedMixing, MixingOperator
 from rankwise.tracing import CapturedMixer
 
 MAP_BYTES = 2**28
 """Maximum size of all attention maps of an audit: 256 MiB, at 43 KiB per map. Further heads have no map."""
-
-
-class NoSuchHeadsError(InputError):
-    """Error if the model has none of the heads whose attention maps were requested."""
 
 
 def block_averages(operator: MixingOperator, side: int = MAP_SIDE) -> Float[Tensor, "*batch R C"]:
@@ -88,21 +83,10 @@ class AttentionMapRecorder:
             self._bytes_left -= len(maps[place].values)
         return maps
 
-    def check(self, heads: Iterable[tuple[int, int]]) -> None:
-        """Raise `NoSuchHeadsError` if the model's ``heads``, pairs (layer, head), include no chosen head."""
-        existing = set(heads)
-        if self.chosen.heads and not self.chosen.heads & existing:
-            layers, numbers = zip(*existing, strict=True)
-            expected = f"heads of layers {min(layers)}–{max(layers)}, numbers {min(numbers)}–{max(numbers)}"
-            fix = 'Counted from 0: "0:0" is head 0 of layer 0; "all" or "flagged" need no numbers.'
-            raise NoSuchHeadsError(
-                "`attention_maps`", expected=expected, got=_listed(self.chosen.heads), fix=fix
-            )
-
     def missing(self, heads: Iterable[tuple[int, int]]) -> list[str]:
         """Return notes on maps that are missing: heads that do not exist, or no bytes left."""
-        absent = self.chosen.heads - set(heads)
-        return [*self.notes, *([f"no such head to keep the matrix of: {_listed(absent)}"] if absent else [])]
+        absent = ", ".join(f"{layer}:{head}" for layer, head in sorted(self.chosen.heads - set(heads)))
+        return [*self.notes, *([f"no such head to keep the matrix of: {absent}"] if absent else [])]
 
     def _texts(self, site: CapturedMixer, batch: Batch | None) -> list[str]:
         """Return the keys in ``texts`` of row tokens and of column tokens; "" if the tokens are unknown."""
@@ -117,17 +101,8 @@ class AttentionMapRecorder:
 
 def only_flagged(heads: Sequence[HeadRecord], findings: Sequence[Finding]) -> list[HeadRecord]:
     """Return the records of heads, without the attention maps of heads that have no finding."""
-    flagged = {
-        replace(finding.where.at(head), call=0)
-        for finding in findings
-        if finding.where.head is not None
-        for head in (finding.where.head, *(finding.heads if finding.code == "DUPLICATE_HEADS" else ()))
-    }
+    flagged = {replace(finding.where, call=0) for finding in findings if finding.where.head is not None}
     return [
         head if replace(head.id, call=0) in flagged else head.model_copy(update={"attention_map": None})
         for head in heads
     ]
-
-
-def _listed(heads: Iterable[tuple[int, int]]) -> str:
-    return ", ".join(f"{layer}:{head}" for layer, head in sorted(heads))

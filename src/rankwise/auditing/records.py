@@ -233,13 +233,6 @@ class HeadRecord(HeadMeasures, HeadOrigin):
             f"effective {format_number(self.effective_rank)}, stable {format_number(self.stable_rank)})"
         )
 
-    @model_validator(mode="after")
-    def _grid_holds_the_map(self) -> "HeadRecord":
-        grid = self.membership_grid
-        if grid is not None and grid[0] * grid[1] != len(self.membership_map):
-            raise ValueError(f"membership_grid {grid} should hold {len(self.membership_map)} tokens")
-        return self
-
     @property
     def named_peak(self) -> str:
         """``max_token`` if its mean weight is at least `PEAK_MASS` (one half); an empty string otherwise."""
@@ -352,7 +345,7 @@ class Verdict(Record):
     actions: tuple[str, ...] = ()
     """Remedies of at most three findings, most urgent first, with commands in backticks."""
     no_action: str = ""
-    """Without actions: what the cheapest removal of a head would bring; empty if no cost was measured."""
+    """Reason why no action is recommended; empty if the sentence says it."""
 
 
 class Provenance(Record):

@@ -12,7 +12,6 @@ from rankwise._internals import report_package
 from rankwise._internals.files import write_file
 from rankwise._internals.records import Address
 from rankwise._internals.saved_records import SavedRecord
-from rankwise.auditing.at_init import heads_at_init, states_at_init
 from rankwise.auditing.findings import diagnose
 from rankwise.auditing.provenance import check_mergeable, describe_method, merged_provenance
 from rankwise.auditing.records import (
@@ -25,7 +24,7 @@ from rankwise.auditing.records import (
     UncapturedModule,
     Verdict,
 )
-from rankwise.auditing.statistics import AuditStatistics
+from rankwise.auditing.statistics import AuditStatistics, heads_at_init, states_at_init
 from rankwise.auditing.tables import Records, csv_text, data_frame, table
 from rankwise.auditing.verdict import verdict_of
 from rankwise.errors import InputError, instance_of, strip_control
@@ -36,8 +35,6 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 LOAD = "Read a saved audit with `rw.Audit.load(path)`."
-_MOST_NAMES = 6
-"""Maximum number of names listed in an error."""
 
 
 class Audit(SavedRecord):
@@ -175,22 +172,19 @@ class Audit(SavedRecord):
             1
         """
         asked = {"layer": layer, "head": head, "stack": stack, "site": site}
-        subject = ", ".join(f"{name} {value!r}" for name, value in asked.items() if value is not None)
-        left = self.heads
-        for name in ("stack", "layer", "site", "head"):
-            values = dict.fromkeys(getattr(record, name) for record in left)
-            if asked[name] is not None:
-                left = [record for record in left if getattr(record, name) == asked[name]]
-            if not left:
-                got = f"no {name} {asked[name]!r}"
-                raise InputError(subject, expected="a head of this audit", got=got, fix=_known(list(values)))
-        if len(left) > 1:
-            names = {by: [*dict.fromkeys(getattr(record, by) for record in left)] for by in ("stack", "site")}
-            by = next((by for by, names_of_heads in names.items() if len(names_of_heads) > 1), "")
-            listed = ", ".join(f"{by}={name!r}" for name in names.get(by, [])[:_MOST_NAMES])
-            fix = f"Say which: {listed}." if by else "Its module runs several times: filter `audit.heads`."
-            raise InputError(subject, expected="one head", got=f"{len(left)}", fix=fix)
-        return left[0]
+        given = {name: value for name, value in asked.items() if value is not None}
+        records = [
+            record
+            for record in self.heads
+            if all(getattr(record, name) == value for name, value in given.items())
+        ]
+        if len(records) != 1:
+            places = dict.fromkeys((record.stack, record.site) for record in records or self.heads)
+            listed = "; ".join(f"stack={name!r}, site={site!r}" for name, site in [*places][:6])
+            subject = ", ".join(f"{name} {value!r}" for name, value in given.items())
+            fix = f"The audit has such heads in {listed}." if listed else "No mixing operator was captured."
+            raise InputError(subject, expected="one head of the audit", got=str(len(records)), fix=fix)
+        return records[0]
 
     @property
     def loss(self) -> float:
@@ -238,11 +232,3 @@ class Audit(SavedRecord):
             f"Audit({model}: {len(self.heads)} heads, {len(self.states)} states, "
             f"{len(self.findings)} findings{'' if self.complete else ', incomplete'})"
         )
-
-
-def _known(values: list[int] | list[str]) -> str:
-    if not values:
-        return "It has no heads: no mixing operator was captured."
-    if isinstance(values[0], int) and len(values) > _MOST_NAMES:
-        return f"It has {len(values)} of them, {min(values)} to {max(values)}."
-    return f"Known: {', '.join(map(repr, values[:_MOST_NAMES]))}{' …' if len(values) > _MOST_NAMES else ''}."

@@ -1,4 +1,4 @@
-"""Statistics of heads and token states, merged over batches and saved audits."""
+"""Statistics of heads and token states: merged over batches and audits, and measured at initialization."""
 
 import math
 import re
@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rankwise._internals.records import Address, grouped
-from rankwise._internals.statistics import Floats, Moments
+from rankwise._internals.statistics import Floats, Moments, mean
 from rankwise.auditing.examples import NAMES_KEPT, Examples
 from rankwise.auditing.measure_table import HEAD_MEASURES, STATE_MEASURES
 from rankwise.auditing.records import (
+    AtInit,
     HeadRecord,
     MergeData,
     Provenance,
@@ -41,6 +42,9 @@ ERRORS = ("numerical_rank", "scale_free_rank", "effective_rank", "stable_rank", 
 COUNTS = ("nonfinite_sequences", "estimated_sequences")
 """Fields that count sequences with NaN or estimated ranks."""
 STATES = ("tokens", *(row.name for row in STATE_MEASURES))
+AT_INIT = [*(row.name for row in HEAD_MEASURES if not row.late), "nearest_head_distance"]
+"""Measures of heads at initialization: measures of the mixing matrix, but not importance."""
+NUMERICAL_RANK = next(row for row in HEAD_MEASURES if row.name == "numerical_rank")
 
 
 @dataclass
@@ -341,3 +345,62 @@ class AuditStatistics(ModelStatistics):
             provenance=audit.provenance, complete=audit.complete, uncaptured=audit.uncaptured,
             texts=audit.texts, importance=importance,
         )  # fmt: skip
+
+
+def heads_at_init(model: ModelStatistics, copies: Sequence[ModelStatistics]) -> dict[Address, dict[str, Any]]:
+    """Return the fields of heads that copies at initialization determine, by the address of the head.
+
+    Heads without a finite measure in any copy are left out.
+    """
+    records_of_copies = [_heads(copy) for copy in copies]
+    fields = {}
+    for address, record in _heads(model).items():
+        records = [heads[address] for heads in records_of_copies if address in heads]
+        records = [head for head in records if head.sequences]
+        if not records:
+            continue
+        spectra = [head.spectrum for head in records if len(head.spectrum) == len(record.spectrum)]
+        spectrum = np.mean(spectra, axis=0).tolist() if spectra else []
+        initial = AtInit(seeds=len(records), **_moments(records, AT_INIT), spectrum=spectrum)
+        fields[address] = {
+            "at_init": initial,
+            "init_numerical_rank": initial.mean[NUMERICAL_RANK.shown_field(record)],
+            "init_effective_rank": initial.mean["effective_rank"],
+        }
+    return fields
+
+
+def states_at_init(copies: Sequence[ModelStatistics]) -> dict[tuple[str, int], AtInit]:
+    """Return measures of token states in copies at initialization, by stack and number of blocks passed."""
+    initial = {}
+    for address in dict.fromkeys(address for copy in copies for address in copy.states):
+        records = [copy.states[address].to_record() for copy in copies if address in copy.states]
+        records = [record for record in records if record.sequences]
+        if records:
+            initial[address] = AtInit(
+                seeds=len(records), **_moments(records, [row.name for row in STATE_MEASURES])
+            )
+    return initial
+
+
+def _heads(statistics: ModelStatistics) -> dict[Address, HeadRecord]:
+    return {
+        mixer.at(record.head): record
+        for mixer, heads in statistics.heads.items()
+        for record in heads.to_records()
+    }
+
+
+def _moments(copies: Sequence[HeadRecord] | Sequence[StateRecord], names: Sequence[str]) -> dict[str, Any]:
+    means = {name: np.array([getattr(record, name) for record in copies]) for name in names}
+    stds = {name: np.array([record.std.get(name, math.nan) for record in copies]) for name in names}
+    return {
+        "mean": {name: mean(values) for name, values in means.items()},
+        "seed_std": {name: _std(values) for name, values in means.items()},
+        "std": {name: mean(values) for name, values in stds.items()},
+    }
+
+
+def _std(values: Floats) -> float:
+    finite = values[np.isfinite(values)]
+    return float(finite.std(ddof=1)) if finite.size > 1 else math.nan
