@@ -102,7 +102,6 @@ def test_numbers_of_a_frame_equal_the_records(audit: rw.Audit) -> None:
         assert frame["numerical_rank"][at] == head.numerical_rank
         assert frame["stable_rank_std"][at] == head.std["stable_rank"]
         assert frame["at_init_stable_rank"][at] == head.at_init.mean["stable_rank"]
-        assert frame["at_init_stable_rank_std"][at] == head.at_init.std["stable_rank"]
         assert frame["at_init_stable_rank_seed_std"][at] == head.at_init.seed_std["stable_rank"]
         assert frame["importance_curvature"][at] == head.importance.curvature
     assert list(audit.to_frame("states")["blocks"]) == [0, 1, 2, 3]

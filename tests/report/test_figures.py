@@ -76,9 +76,7 @@ def test_references_have_their_means_on_the_scale_and_notes() -> None:
 
 def test_initial_weights_are_a_reference_on_every_scale_and_a_second_spectrum() -> None:
     audit = records.encoder()
-    fresh = AtInit(
-        seeds=2, mean={"numerical_rank": 64.0, "sigma_max": 1.5}, seed_std={}, std={}, spectrum=[1.0, 0.1]
-    )
+    fresh = AtInit(seeds=2, mean={"numerical_rank": 64.0, "sigma_max": 1.5}, seed_std={}, spectrum=[1.0, 0.1])
     heads = [head.model_copy(update={"at_init": fresh}) for head in audit.heads]
     first, *others = column(heads, "numerical_rank")["references"]
     assert (first["name"], first["at"], first["label"]) == ("at initialization", 0.5, "0.5")

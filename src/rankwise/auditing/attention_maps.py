@@ -1,4 +1,4 @@
-"""Record attention maps of chosen heads: block averages of mixing matrices, within a budget of bytes."""
+"""Record attention maps of chosen heads: block averages of mixing matrices."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -13,9 +13,6 @@ from rankwise.auditing.records import MAP_SIDE, AttentionMap, Finding, HeadRecor
 from rankwise.auditing.settings import ChosenHeads
 from rankwise.operators import IndexedMixing, MixingOperator
 from rankwise.tracing import CapturedMixer
-
-MAP_BYTES = 2**28
-"""Maximum size of all attention maps of an audit: 256 MiB, at 43 KiB per map. Further heads have no map."""
 
 
 def block_averages(operator: MixingOperator, side: int = MAP_SIDE) -> Float[Tensor, "*batch R C"]:
@@ -57,8 +54,6 @@ class AttentionMapRecorder:
         self.chosen, self.names = chosen, names
         self.texts: dict[str, list[str]] = {}
         """Tokens on the axes of the maps, by model input, such as ``input_ids``."""
-        self.notes: list[str] = []
-        self._bytes_left = MAP_BYTES
 
     def record(
         self, site: CapturedMixer, heads: Sequence[int], batch: Batch | None
@@ -74,19 +69,15 @@ class AttentionMapRecorder:
         tokens, sources = operator.shape[-2:]
         maps: dict[int, AttentionMap] = {}
         for place in places:
-            if self._bytes_left <= 0:
-                self.notes = [f"attention maps end at {MAP_BYTES >> 20} MiB: name the heads to see others"]
-                break
             with torch.no_grad():
                 averages = block_averages(operator[:, place : place + 1])[0, 0].float().cpu().numpy()
             maps[place] = AttentionMap.of(averages, tokens, sources, *self._texts(site, batch))
-            self._bytes_left -= len(maps[place].values)
         return maps
 
     def missing(self, heads: Iterable[tuple[int, int]]) -> list[str]:
-        """Return notes on maps that are missing: heads that do not exist, or no bytes left."""
+        """Return a note on chosen heads that do not exist."""
         absent = ", ".join(f"{layer}:{head}" for layer, head in sorted(self.chosen.heads - set(heads)))
-        return [*self.notes, *([f"no such head to keep the matrix of: {absent}"] if absent else [])]
+        return [f"no such head to keep the matrix of: {absent}"] if absent else []
 
     def _texts(self, site: CapturedMixer, batch: Batch | None) -> list[str]:
         """Return the keys in ``texts`` of row tokens and of column tokens; "" if the tokens are unknown."""

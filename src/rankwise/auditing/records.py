@@ -44,8 +44,6 @@ class AtInit(Record):
     """Mean of each measure over sequences and then over seeds, by name of the measure."""
     seed_std: dict[str, Number]
     """Standard deviation of each measure over seeds; NaN for one seed."""
-    std: dict[str, Number]
-    """Standard deviation of each measure over sequences, averaged over seeds."""
     spectrum: list[Number] = Field(default_factory=list)
     """For heads: singular values of the first sequence, averaged over seeds; see `HeadRecord.spectrum`."""
 

@@ -97,7 +97,7 @@ def audit(
         blocks: names of the residual blocks, as in `capture`.
         attention_maps: heads that keep maps of the first sequence (`AttentionMap`, at most 128×128,
             longer sequences averaged block by block): "flagged" (heads with a finding), "all", "3:7,5:0"
-            (layer:head), or pairs. Cost: one product with 128 columns per head; at most 256 MiB in all.
+            (layer:head), or pairs. Cost: one product with 128 columns per head, and 43 KiB.
         importance: measure the loss without each head and block, and which heads can be removed together.
             True estimates the losses from gradients; "exact" also removes heads one by one;
             `rankwise.importance.ImportanceSettings` has more options, such as the loss.

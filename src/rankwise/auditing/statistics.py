@@ -393,11 +393,9 @@ def _heads(statistics: ModelStatistics) -> dict[Address, HeadRecord]:
 
 def _moments(copies: Sequence[HeadRecord] | Sequence[StateRecord], names: Sequence[str]) -> dict[str, Any]:
     means = {name: np.array([getattr(record, name) for record in copies]) for name in names}
-    stds = {name: np.array([record.std.get(name, math.nan) for record in copies]) for name in names}
     return {
         "mean": {name: mean(values) for name, values in means.items()},
         "seed_std": {name: _std(values) for name, values in means.items()},
-        "std": {name: mean(values) for name, values in stds.items()},
     }
 
 

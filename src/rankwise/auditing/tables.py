@@ -65,7 +65,7 @@ def table(
         *(f"{name}{end}" for name in numbers for end in ("", "_std", "_stderr")),
         *(f"importance_{name}" for name in HeadImportance.model_fields),
         "at_init_seeds",
-        *(f"at_init_{name}{end}" for name in numbers for end in ("", "_std", "_seed_std")),
+        *(f"at_init_{name}{end}" for name in numbers for end in ("", "_seed_std")),
     ]
     columns = [name for name in listed if name in always or name in present]
     return columns, [{name: row.get(name) for name in columns} for row in rows]
@@ -81,7 +81,7 @@ def _row(record: Any, always: Iterable[str], provenance: Provenance | None) -> R
     row |= _named("importance_{}", dict(getattr(record, "importance", None) or {}))
     if (initial := getattr(record, "at_init", None)) is not None:
         row |= {"at_init_seeds": initial.seeds} | _named("at_init_{}", initial.mean)
-        row |= _named("at_init_{}_std", initial.std) | _named("at_init_{}_seed_std", initial.seed_std)
+        row |= _named("at_init_{}_seed_std", initial.seed_std)
     return row
 
 
