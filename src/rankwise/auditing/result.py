@@ -151,8 +151,7 @@ class Audit(SavedRecord):
     def to_csv(self, path: str | Path, records: Records = "heads") -> Path:
         """Write records as CSV, with the columns of `to_frame`, and return the path; pandas is not required.
 
-        Numbers are written with all digits; unknown values are empty cells. Text that a spreadsheet would
-        execute (text that begins with = + - @) is preceded by an apostrophe. In an existing folder, the file
+        Numbers are written with all digits; unknown values are empty cells. In an existing folder, the file
         is ``heads.csv`` (``states.csv``, …). Raise `InputError` if the file cannot be written, or ``records``
         is not a kind of records.
         """
