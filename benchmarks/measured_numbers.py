@@ -174,7 +174,7 @@ def _with_faults(model: Any) -> Any:
         query.bias[:8] = 0
         for linear in (query, key):  # IDENTITY: heads 1 and 2 find their own place
             linear.weight[8:24] = 20 * torch.eye(8, 32).repeat(2, 1)
-        for linear in (second.attention.self.query, second.attention.self.key):  # DUPLICATE_HEADS
+        for linear in (second.attention.self.query, second.attention.self.key):
             linear.weight[8:24] = linear.weight[:8].repeat(2, 1)
         key.weight[24:], key.weight[24:, :8] = 0, 5 * code[0]  # SINK: head 3 finds the first token
         query.bias[24:] = 20

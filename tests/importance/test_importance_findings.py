@@ -111,16 +111,6 @@ def test_a_cheap_head_that_saves_too_little_is_no_action(changes, parameters, ac
     assert finding.remedy.costs == importance_record().share(0.002)
 
 
-def test_any_head_of_duplicates_can_be_removed_if_all_are_cheap():
-    known, unknown = found("DUPLICATE_HEADS", [0.002], exact=True)
-    assert known.meaning.endswith("(exact): any one of them can be removed.")
-    assert known.remedy == unknown.remedy
-    assert "removed" not in unknown.meaning
-    known, _ = found("DUPLICATE_HEADS", [0.002, 0.3, 0.3, 0.3], exact=True)
-    assert "can be removed" not in known.meaning
-    assert known.evidence["most_removal_cost"] == 0.3
-
-
 def test_estimates_are_compared_with_exact_costs_by_order_and_size():
     both = [HeadImportance(estimate=one, exact=other) for one, other in ((1.0, 1.0), (2.0, 4.0), (3.0, 12.0))]
     found = agreement(both)

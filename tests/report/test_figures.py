@@ -58,9 +58,7 @@ def test_references_have_their_means_on_the_scale_and_notes() -> None:
 
 def test_initial_weights_are_a_reference_on_every_scale_and_a_second_spectrum() -> None:
     audit = records.encoder()
-    fresh = AtInit(
-        seeds=2, mean={"numerical_rank": 64.0, "sigma_max": 1.5}, seed_std={}, std={}, spectrum=[1.0, 0.1]
-    )
+    fresh = AtInit(seeds=2, mean={"numerical_rank": 64.0, "sigma_max": 1.5}, seed_std={}, spectrum=[1.0, 0.1])
     heads = [head.model_copy(update={"at_init": fresh}) for head in audit.heads]
     first, *others = column(heads, "numerical_rank")["references"]
     assert (first["name"], first["at"], first["label"]) == ("at initialization", 0.5, "0.5")
@@ -199,7 +197,7 @@ def test_a_map_is_decoded_up_to_the_square_of_a_step(signed: bool, seed: int) ->
     audit = records.encoder()
     heads = [audit.heads[0].model_copy(update={"attention_map": picture}), *audit.heads[1:]]
     found, left_out = pack_attention_maps(audit.model_copy(update={"heads": heads}))
-    ((packed,),) = found.values()
+    (packed,) = found.values()
     codes = np.frombuffer(zlib.decompress(base64.b64decode(packed["values"])), np.uint8).astype(float)
     root = 2 * codes / packed["steps"] - 1 if packed["signed"] else codes / packed["steps"]
     again = (np.sign(root) * root**2 * packed["largest"]).reshape(5, 7)
@@ -217,12 +215,13 @@ def test_many_maps_are_coarser_and_omitted_maps_are_counted(monkeypatch: pytest.
     monkeypatch.setattr("rankwise.report.head_details.MAP_BYTES", 72 * 5000)
     packed, left_out = pack_attention_maps(audit)
     assert (len(packed), left_out) == (72, 0)
-    assert packed[0][0]["steps"] < 254
+    assert packed[0]["steps"] < 254
     monkeypatch.setattr("rankwise.report.head_details.MAP_BYTES", 20_000)
     packed, left_out = pack_attention_maps(audit, flagged=[71, 70])
     assert len(packed) + left_out == 72
     assert left_out > 0
     assert {70, 71} <= set(packed)
+    assert pack_attention_maps(audit, room=0) == ({}, 72)
 
 
 @given(st.integers(65, 200), st.integers(3, 200))
@@ -233,20 +232,3 @@ def test_a_coarser_matrix_is_the_means_of_larger_blocks(tokens: int, sources: in
     assert (coarse.rows, coarse.columns, coarse.row_tokens) == (64, min(sources, 64), "input_ids")
     # both are kept in float16, shares of at most 1
     np.testing.assert_allclose(coarse.matrix(), block_averages(DenseMixing(matrix), 64), atol=2 * 2**-11)
-
-
-def test_maps_of_the_second_sequence_are_omitted_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    noise = np.random.default_rng(0).uniform(0, 1, (64, 64)).astype(np.float32)
-    picture = AttentionMap.of(noise, tokens=64, sources=64)
-    audit = records.encoder()
-    heads = [
-        h.model_copy(update={"attention_map": picture, "second_attention_map": picture}) for h in audit.heads
-    ]
-    audit = audit.model_copy(update={"heads": heads})
-    packed, left_out = pack_attention_maps(audit)
-    assert left_out == 0
-    assert all([one["sequence"] for one in of_head] == [0, 1] for of_head in packed.values())
-    monkeypatch.setattr("rankwise.report.head_details.MAP_BYTES", 60_000)
-    packed, left_out = pack_attention_maps(audit)
-    assert 0 < left_out < 144
-    assert all(of_head[0]["sequence"] == 0 for of_head in packed.values())

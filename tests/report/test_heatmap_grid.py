@@ -72,10 +72,7 @@ def test_each_finding_of_an_encoder_leads_to_its_place() -> None:
     assert targets["COLLAPSE"] == Target("states", stack="encoder.layer", blocks=6)
     assert (targets["SINK"].heads, targets["SINK"].measure) == ((2 * 12 + 7,), "max_token_mass")
     assert (targets["CONSTANT"].heads, targets["CONSTANT"].measure) == ((4 * 12 + 3,), "row_spread")
-    assert (targets["DUPLICATE_HEADS"].heads, targets["DUPLICATE_HEADS"].measure) == (
-        (40, 41),
-        "nearest_head_distance",
-    )
+    assert targets["OVERSIZED_HEADS"].heads == (40, 41)
     assert targets["IDENTITY"].measure == "identity_distance"
     assert (targets["NONFINITE"].heads, targets["NONFINITE"].measure) == ((71,), "")
     assert targets["NOT_CAPTURED"].section == "uncaptured"
@@ -120,7 +117,7 @@ def test_a_finding_without_a_place_leads_to_the_provenance_and_one_head_to_this_
     general = Finding(code="X", severity="info", where=Address(), evidence={}, meaning="")
     assert find_targets([general], records.encoder())[0].section == "provenance"
     assert find_targets([general], records.empty())[0].section == "provenance"
-    assert _target(records.encoder(), code="DUPLICATE_HEADS").heads == (2 * 12 + 7,)
+    assert _target(records.encoder(), code="IDENTITY").heads == (2 * 12 + 7,)
 
 
 @pytest.mark.parametrize("measure", HEAD_MEASURES, ids=lambda measure: measure.name)

@@ -158,7 +158,7 @@ def audit_one(job: AuditJob, out: Path, command: str, *, verbose: bool) -> tuple
 
 def merge_shards(job: AuditJob, audits: list[Audit]) -> Audit:
     """Return the audit of a job, merged from the audits of all its shards."""
-    merged = Audit.merge(audits, [f"shard {shard.shards} of {job.model}" for shard in job.parts])
+    merged = Audit.merge(audits)
     files = set.intersection(*(set(result.provenance.file_digests.items()) for result in audits))
     return _with_provenance(merged, command=job.command, file_digests=dict(files))
 

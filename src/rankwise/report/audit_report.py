@@ -295,7 +295,7 @@ def _origin(audit: Audit) -> list[tuple[str, str]]:
         ("Parameters", parameters), ("Data", about.data), ("Sequences", sequences),
         ("Threshold δ", str(about.delta)), ("Method", about.rank_method),
         ("Model's dtype", about.model_dtype),
-        ("Measured in", about.measure_dtype), ("Device", about.device), ("Initialization", initial),
+        ("Device", about.device), ("Initialization", initial),
         ("Created", about.created), ("Complete", "yes" if audit.complete else "no"),
         ("Versions", versions), ("Command", about.command),
     ]  # fmt: skip

@@ -5,6 +5,7 @@ import json
 import math
 import zlib
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -51,38 +52,23 @@ def _codes(spectrum: Sequence[float], most: int) -> list[int]:
     return np.where(is_drawn, np.round(steps * (NONE - 1)), NONE).astype(int).tolist()
 
 
-def pack_attention_maps(
-    audit: Audit, flagged: Sequence[int] = ()
-) -> tuple[dict[int, list[dict[str, Any]]], int]:
+def pack_attention_maps(audit: Audit, flagged: Sequence[int] = ()) -> tuple[dict[int, dict[str, Any]], int]:
     """Return encoded attention maps by head index within a byte budget, and the number of omitted maps.
 
     A value is encoded as the square root of its ratio to the largest magnitude, so that small weights remain
-    visible. Maps of `flagged` heads are kept first; maps of the second sequence are omitted first.
+    visible. Maps of `flagged` heads are kept first.
     """
     room = MAP_BYTES
     order = list(dict.fromkeys([*flagged, *range(len(audit.heads))]))
-    kept = [
-        (sequence, index, picture)
-        for sequence, field in enumerate(("attention_map", "second_attention_map"))
-        for index in order
-        if (picture := getattr(audit.heads[index], field)) is not None
-    ]
-    packed: list[dict[str, Any]] = []
+    maps = {index: picture for index in order if (picture := audit.heads[index].attention_map) is not None}
+    packed: dict[int, dict[str, Any]] = {}
     for side, steps in RESOLUTIONS:
-        packed = [
-            _packed(coarser(picture, side), steps) | {"sequence": sequence} for sequence, _, picture in kept
-        ]
-        if sum(map(_size, packed)) <= room:
+        packed = {index: _packed(coarser(picture, side), steps) for index, picture in maps.items()}
+        if sum(map(_size, packed.values())) <= room:
             break
-    omitted = 0
-    of_heads: dict[int, list[dict[str, Any]]] = {}
-    for (_, index, _), picture in zip(kept, packed, strict=True):
-        room -= _size(picture)
-        if room < 0:
-            omitted += 1
-        else:
-            of_heads.setdefault(index, []).append(picture)
-    return of_heads, omitted
+    sizes = accumulate(map(_size, packed.values()))
+    kept = {index: packed[index] for index, size in zip(packed, sizes, strict=True) if size <= room}
+    return kept, len(packed) - len(kept)
 
 
 def _size(picture: dict[str, Any]) -> int:

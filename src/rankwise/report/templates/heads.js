@@ -363,35 +363,15 @@ function heaviest(values, columns, blocks) {
   return `Most weight on ${order.map(([share, x]) => `${blocks[x].text || `token ${blocks[x].place}`} ${(100 * share).toFixed(0)} %`).join(", ")}.`;
 }
 
-let sequence = 0; // the sequence chosen last, for all heads
-
-// One button per sequence with an attention map; none if there is only one map.
-function drawSequences(ownMaps, shownMap) {
-  const buttons = ownMaps.map((ownMap) => {
-    const words = `${nth[ownMap.sequence]} sequence`;
-    const button = element("button", { type: "button", className: "button", textContent: words });
-    button.setAttribute("aria-pressed", String(ownMap === shownMap));
-    button.addEventListener("click", () => { sequence = ownMap.sequence; drawMatrix(); });
-    return button;
-  });
-  const focused = find("#matrix-sequences").contains(document.activeElement);
-  find("#matrix-sequences").replaceChildren(...(buttons.length > 1 ? buttons : []));
-  if (focused) find("#matrix-sequences [aria-pressed=true]")?.focus({ preventScroll: true });
-}
-
-const nth = ["First", "Second"];
-
 async function drawMatrix() {
   const head = open;
-  const ownMaps = report.maps[head] ?? [];
-  const ownMap = ownMaps.find((one) => one.sequence === sequence) ?? ownMaps[0];
+  const ownMap = report.maps[head];
   find("#matrix").hidden = !ownMap;
   find("#no-matrix").hidden = Boolean(ownMap);
   if (!ownMap) return null;
-  drawSequences(ownMaps, ownMap);
   const { rows, columns, tokens, sources, largest, signed, steps: levels } = ownMap;
   const steps = await unpacked(ownMap);
-  if (head !== open || (ownMaps.length > 1 && ownMap.sequence !== sequence)) return null; // another was chosen meanwhile
+  if (head !== open) return null; // another was chosen meanwhile
   const root = (code) => (code === 255 ? null : signed ? (2 * code) / levels - 1 : code / levels);
   const roots = Array.from({ length: rows }, (_, y) => Array.from(steps.subarray(y * columns, (y + 1) * columns), root));
   const values = roots.map((row) => row.map((one) => (one === null ? null : one * Math.abs(one) * largest)));
@@ -401,7 +381,7 @@ async function drawMatrix() {
   const rowNames = rowBlocks.map(named), columnNames = columnBlocks.map(named);
   const hovertext = values.map((row, y) => row.map((value, x) => `row ${rowNames[y]}<br>column ${columnNames[x]}<br><b>≈ ${value === null ? "–" : Number(value.toPrecision(2))}</b>`));
   const averaged = rows < tokens || columns < sources;
-  find("#matrix-note").textContent = `The ${nth[ownMap.sequence].toLowerCase()} sequence, ${tokens} × ${sources} tokens without padding`
+  find("#matrix-note").textContent = `The first sequence, ${tokens} × ${sources} tokens without padding`
     + `${averaged ? `, as means over blocks: ${rows} × ${columns}` : ""}. Rows read columns; color by the square root of the weight, up to ${shown(largest, null)}.`;
   find("#matrix-peaks").textContent = heaviest(values, columns, columnBlocks);
   const width = matrixPlot.clientWidth || 380;
