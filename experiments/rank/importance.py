@@ -104,7 +104,6 @@ def one_model(
             kind: [[getattr(head.importance, kind) for head in audit.heads] for audit in audits]
             for kind in ESTIMATES
         },
-        "cosine": [head.importance.cosine for head in audits[0].heads if head.importance is not None],
         "ranks": {
             name: [[shown[name].value(head) for head in audit.heads] for audit in audits] for name in RANKS
         },

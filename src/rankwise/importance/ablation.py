@@ -11,7 +11,6 @@ from torch import nn
 
 from rankwise._internals.batches import Batch, drop_unused_labels, each_batch, to_device
 from rankwise._internals.forward import device_of, run_model
-from rankwise._internals.statistics import spearman
 from rankwise.errors import InputError
 from rankwise.importance.gated_passes import GatedPasses, NotDifferentiableError, quoted
 from rankwise.importance.loss_choice import choose_loss
@@ -139,9 +138,6 @@ def measure_importance(
         ablation=settings.ablation,
         probes=passes.probes if settings.estimates else 0,
         seed=settings.seed,
-        spearman=spearman(
-            [cost.estimate for cost in costs.values()], [cost.exact for cost in costs.values()]
-        ),
         blocks=[*costs_of_blocks.values()],
         removable=removable,
         forward=passes.forward,
@@ -179,7 +175,7 @@ def ablation_cost(
     every, settings = list(each_batch(batches)), settings or ImportanceSettings()
     passes, _ = _start(model, every, settings, capturing, lambda what: None)
     passes.whole()
-    loss, _ = passes.without(passes.by_call(heads))
+    loss = passes.without(passes.by_call(heads))
     cost = loss - passes.value
     return AblationCost(loss, cost, cost / passes.reference if passes.reference else math.nan)
 
@@ -275,11 +271,11 @@ def _remove_each(
     ]
     for done, head in enumerate(runs):
         passes.say(f"without head {done + 1} of {len(runs)}: {head.site}")
-        loss, cosine = passes.without(passes.by_call([head]))
-        heads[head] = heads[head].model_copy(update={"exact": loss - passes.value, "cosine": cosine})
+        exact = passes.without(passes.by_call([head])) - passes.value
+        heads[head] = heads[head].model_copy(update={"exact": exact})
     for name, block in blocks.items():
         passes.say(f"without the block {name}")
-        blocks[name] = block.model_copy(update={"exact": passes.without({}, [name])[0] - passes.value})
+        blocks[name] = block.model_copy(update={"exact": passes.without({}, [name]) - passes.value})
 
 
 def _search(
@@ -307,7 +303,7 @@ def _search(
         nonlocal runs
         passes.say(f"without {sum(map(len, units))} heads together")
         runs += 1
-        return passes.without(passes.by_call(chain(*units)))[0] - passes.value
+        return passes.without(passes.by_call(chain(*units))) - passes.value
 
     fits, spent, fails = 0, 0.0, len(groups) + 1
     while fails - fits > 1:

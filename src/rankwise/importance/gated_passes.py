@@ -36,14 +36,9 @@ class NotDifferentiableError(InputError):
     def __init__(self, model: nn.Module, why: str) -> None:
         fix = (
             'Pass importance="exact" (or --importance exact), which removes heads one by one and needs '
-            "no gradients; or load it unquantized, without torch.inference_mode or torch.no_grad inside, and "
-            "call outside of torch.inference_mode."
+            "no gradients; or load it unquantized, without torch.inference_mode or torch.no_grad inside, "
+            "call outside of torch.inference_mode, and turn off gradient checkpointing: `model.eval()`."
         )
-        if "torch.utils.checkpoint" in why or any(
-            module.training and getattr(module, "gradient_checkpointing", False) for module in model.modules()
-        ):
-            why = f"gradient checkpointing, which runs layers again without gates ({why})"
-            fix = "Call `model.eval()`, which turns it off in transformers, or turn it off in the model."
         super().__init__(
             f"importance of {type(model).__name__}",
             expected="a model through which gradients flow from its loss to its heads", got=why, fix=fix,
@@ -233,8 +228,6 @@ class GatedPasses:
         self.ungated: dict[tuple[Address, int], None] = {}
         self.heads: dict[Address, GateSums] = {}
         self.blocks: dict[str, GateSums] = {}
-        self._behind = False
-        """True if a reentrant checkpoint is in the graph: gates in it get no gradient."""
         self._finite: list[Tensor] = []
         recorder, mixers = MeanRecorder(), dict[CallId, Address]()
         for number, batch in enumerate(batches if settings.ablation == "mean" else ()):
@@ -271,11 +264,10 @@ class GatedPasses:
             # if all gradients are exactly 0, they are valid only if removal does not change the loss
             if not (sums.unreached or sums.squares.any() or sums.curvature.any()):
                 removed = self.by_call(mixer.at(head) for head in range(len(sums.gradient)))
-                sums.unreached = self.without(removed)[0] != self.value
+                sums.unreached = self.without(removed) != self.value
         unreached = [mixer.site for mixer, sums in self.heads.items() if sums.unreached]
         if unreached and len(unreached) == len(self.heads):
-            behind = ", behind torch.utils.checkpoint" if self._behind else ""
-            raise NotDifferentiableError(self.model, f"none that reaches {quoted(unreached)}{behind}")
+            raise NotDifferentiableError(self.model, f"none that reaches {quoted(unreached)}")
 
     def _run_gated(
         self, batch: LossBatch, blocks: Iterable[str], generator: torch.Generator, gradients: bool
@@ -330,9 +322,7 @@ class GatedPasses:
             scalar = (self.loss.probe(output, batch, generator) if probe else losses.total)[finite].sum()
             if not scalar.requires_grad:
                 raise NotDifferentiableError(self.model, "its loss has no gradient")
-            nodes = graph_nodes(scalar.grad_fn)
-            incomplete = incomplete_gates(nodes, every)
-            self._behind = self._behind or any("CheckpointFunction" in node.name() for node in nodes)
+            incomplete = incomplete_gates(graph_nodes(scalar.grad_fn), every)
             gradients = torch.autograd.grad(scalar, every, retain_graph=True, allow_unused=True)
             del scalar  # a projection has the size of the logits: release it before the next is drawn
             self.backward += 1
@@ -382,22 +372,17 @@ class GatedPasses:
                 chosen.setdefault(key, []).append(head.head)
         return chosen
 
-    def without(
-        self, heads: Mapping[CallId, Iterable[int]], blocks: Iterable[str] = ()
-    ) -> tuple[float, float]:
-        """Return the loss of the model without some heads and blocks, and a mean cosine.
+    def without(self, heads: Mapping[CallId, Iterable[int]], blocks: Iterable[str] = ()) -> float:
+        """Return the loss of the model without some heads and blocks.
 
-        Sequences whose loss is not finite in the whole model are left out. The cosine compares the output
-        with the output of the whole model; NaN if the loss does not compute it.
+        Sequences whose loss is not finite in the whole model are left out.
         """
-        total, cosine, sequences = 0.0, 0.0, 0
+        total = 0.0
         for batch, finite in zip(self.batches, self._finite, strict=True):
             with torch.no_grad():
                 losses = self.loss.read(self._run(batch, Removal(heads, self._means, blocks)), batch)
             total += float(losses.total[finite].sum())
-            cosine += math.nan if losses.cosine is None else float(losses.cosine[finite].sum())
-            sequences += int(finite.sum())
-        return total / self.count, cosine / sequences
+        return total / self.count
 
     def _run(
         self,
