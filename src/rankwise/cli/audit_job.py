@@ -77,7 +77,7 @@ class AuditJob:
     @property
     def loading(self) -> dict[str, Any]:
         """Options of `load_model` that can be checked before the model is loaded."""
-        names = ("revision", "dtype", "device", "device_map", "offload_folder", "tokenizer")
+        names = ("revision", "dtype", "device", "device_map", "offload_folder")
         return {name: getattr(self, name) for name in names}
 
     @property

@@ -40,7 +40,9 @@ class LoadedJob(NamedTuple):
 
 def load(job: AuditJob) -> LoadedJob:
     """Load the model of a job with its saved λ-skips, and open the data of its shard."""
-    whole = load_model(job.model, trust_remote_code=job.trust_remote_code, **job.loading)
+    whole = load_model(
+        job.model, trust_remote_code=job.trust_remote_code, tokenizer=job.tokenizer, **job.loading
+    )
     model = whole.part_for("text" if job.images is None else "vision")
     data = load_data(
         model, text=job.text, images=job.images, dataset=job.dataset, tokens=job.tokens,
