@@ -41,7 +41,7 @@ def test_writes_report_and_says_where(run: Run, tiny: Path, tmp_path: Path) -> N
 
 
 def test_initialization_is_shown_next_to_the_model(run: Run, tiny: Path, tmp_path: Path) -> None:
-    result = run("audit", tiny, *DATA, "--sequences", 2, "--at-init-seeds", 2, "--verbose")
+    result = run("audit", tiny, *DATA, "--sequences", 2, "--at-init", 2, "--verbose")
     assert result.exit_code == 0, result.output
     audit = audit_of(tmp_path)
     assert audit.at_init is not None
@@ -235,7 +235,6 @@ def test_half_precision_is_loaded(run: Run, tiny: Path, tmp_path: Path, dtype: s
         (["--text", "text.txt", "--dtype", "float99"], "float99"),
         (["--text", "text.txt", "--out", "text.txt/report"], "can be written"),
         (["--text", "text.txt", "--out", "text.txt"], "got a file. Choose"),
-        (["--text", "text.txt", "--importance", "--importance-loss", "masked"], "--importance-loss masked"),
     ],
 )
 def test_wrong_options_and_data_are_refused(run, tiny, tmp_path, arguments, says) -> None:

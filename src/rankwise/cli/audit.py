@@ -89,10 +89,8 @@ def command(
         bool, typer.Option("--loss", help="Measure the loss of the model only: one forward pass.")
     ] = False,
     at_init: Annotated[
-        bool, typer.Option("--at-init", help="Also audit the model at initialization; the demo always does.")
-    ] = False,
-    at_init_seeds: Annotated[
-        int | None, typer.Option(min=1, help="Number of initializations, 3 by default; implies --at-init.")
+        int | None,
+        typer.Option(min=1, metavar="[N]", help="Also audit the model at N initializations, by default 3."),
     ] = None,
     device: options.Device = None,
     device_map: Annotated[
@@ -119,9 +117,7 @@ def command(
             "ray://HOST:PORT; by default RAY_ADDRESS, a running cluster, or a local one.",
         ),
     ] = None,
-    cpus: Annotated[
-        float | None, typer.Option(min=0, help="With --ray: CPUs per task, 1 by default.")
-    ] = None,
+    cpus: Annotated[float, typer.Option(min=0, help="With --ray: CPUs per task.")] = 1,
     gpus: Annotated[
         float | None,
         typer.Option(min=0, help="With --ray: GPUs or share of one per task; 1 with --device cuda, else 0."),
@@ -153,16 +149,12 @@ def command(
         dataset=dataset, tokens=tokens, sequences=sequences, batch_size=batch_size, shards=shards,
         delta=delta, rank_method=settings.rank_method,
         attention_maps="all" if is_demo and attention_maps is None else attention_maps, importance=costs,
-        at_init=at_init_seeds or at_init or (is_demo and shards is None), device=device,
+        at_init=at_init or 3 * (is_demo and shards is None), device=device,
         device_map=device_map, offload_folder=offload_folder, dtype=dtype, tokenizer=tokenizer,
         trust_remote_code=trust_remote_code,
     )  # fmt: skip
-    on_cpu = device_map is None and (device or "cpu").startswith("cpu")
     is_split, is_many = job.parts != [job], len(models) > 1 or resume or ray is not None or job.parts != [job]
     for forbidden, option, expected, fix in (
-        (cpus is not None and ray is None, "--cpus", "--ray", "Add --ray, or leave it out."),
-        (gpus is not None and ray is None, "--gpus", "--ray", "Add --ray, or leave it out."),
-        (gpus and on_cpu, "--gpus", "audits on GPUs", "Pass --device cuda, or leave it out."),
         (loss and importance is not None, "--loss", "no --importance", "Omit it: importance has the loss."),
         (is_split and job.at_init, "--at-init", "no --shards", "Omit one of them: audits do not hold enough "
          "to merge differences from initialization."),
@@ -184,7 +176,7 @@ def command(
         check_loading(model_job.model, **model_job.loading | cluster)  # a cluster has other devices
     if gpus is None:
         gpus = float((device or "").startswith("cuda"))
-    on_ray = partial(run_on_ray, address=ray or None, cpus=1 if cpus is None else cpus, gpus=gpus)
+    on_ray = partial(run_on_ray, address=ray or None, cpus=cpus, gpus=gpus)
     with output.show_progress() as say:
         runner = partial(run_here, say=say) if ray is None else on_ray
         by_folder, error = audit_many(jobs, out, runner, resume=resume)

@@ -1,10 +1,9 @@
-"""Describe one audit as a job (model, data and settings), with digests of the files that the job reads."""
+"""Describe one audit as a job: model, data and settings, with digests of the files that the job reads."""
 
 import hashlib
 import re
 import shlex
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,10 +14,6 @@ from rankwise.cli.load_model import split_factory
 from rankwise.cli.output import is_of_audit
 from rankwise.errors import InputError
 from rankwise.importance import ImportanceSettings
-
-WHOLE = 1 << 26
-"""Number of bytes up to which a digest reads a whole file; larger files are sampled in pieces."""
-PIECE = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +34,8 @@ class AuditJob:
     rank_method: RankMethod = "auto"
     attention_maps: str | None = None
     importance: ImportanceSettings | Literal[False] = False
-    at_init: bool | int = False
+    at_init: int = 0
+    """Number of initializations at which the same architecture is audited as well."""
     device: str | None = None
     device_map: str | None = None
     offload_folder: Path | None = None
@@ -65,9 +61,6 @@ class AuditJob:
             for name in ("tolerance", "ablation", "loss"):
                 given[f"importance_{name}"] = getattr(importance, name)
                 defaults[f"importance_{name}"] = getattr(type(importance), name)
-        seeds = given.pop("at_init")
-        given |= {"at_init": seeds is True, "at_init_seeds": None if isinstance(seeds, bool) else seeds}
-        defaults |= {"at_init": False, "at_init_seeds": None}
         return {
             f"--{name.replace('_', '-')}": None if value is True else str(value)
             for name, value in given.items()
@@ -116,7 +109,8 @@ class AuditJob:
     def file_digests(self) -> dict[str, str]:
         """Return digests of the local files that the job reads, by option; models on the Hub have no digest.
 
-        Subfolders of models and tokenizers are ignored, because they may contain results.
+        A digest depends on names, sizes and times of the last change, not on contents. Subfolders of models
+        and tokenizers are ignored, because they may contain results.
         """
         model = split_factory(self.model)[0] or self.model
         dataset = parse_dataset(self.dataset).name if self.dataset else ""
@@ -138,16 +132,5 @@ def _digest(path: Path, pattern: str) -> str:
         visible = not any(folder.startswith(".") for folder in name.split("/"))
         if visible and file.is_file() and not is_of_audit(file):
             about = file.stat()
-            digest.update(f"{name} {_file_digest(file, about.st_size, about.st_mtime_ns)}".encode())
+            digest.update(f"{name} {about.st_size} {about.st_mtime_ns}".encode())
     return digest.hexdigest()[:16]
-
-
-@lru_cache(maxsize=4096)
-def _file_digest(file: Path, size: int, changed: int) -> str:
-    digest = hashlib.sha256(str(size).encode())
-    pieces = range(0, size, PIECE) if size <= WHOLE else range(0, size, size * PIECE // WHOLE)
-    with file.open("rb") as content:
-        for start in pieces:
-            content.seek(start)
-            digest.update(content.read(PIECE))
-    return digest.hexdigest()

@@ -4,7 +4,6 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 
 import typer
@@ -14,7 +13,7 @@ from rankwise.auditing import Audit, AuditError, History, sort_by_step
 from rankwise.cli.audit_job import AuditJob
 from rankwise.cli.load_model import split_factory
 from rankwise.cli.output import new_folder, print_results, write_report
-from rankwise.cli.run_jobs import Result, Results, factory_digests, merge_shards
+from rankwise.cli.run_jobs import Result, Results, merge_shards
 from rankwise.errors import INTERRUPTED, InputError, RankwiseError, RecordError
 from rankwise.report import write_page
 from rankwise.report.comparison_report import history_document
@@ -62,7 +61,7 @@ def audit_many(
     kept, pending = len(audits), [job for job in jobs if job not in audits]
     models = {job.model for job in pending}
     others = {name for name, audit in saved.items() if audit.provenance.model not in models}
-    names |= _new_folders(pending, {*names.values(), *others})
+    names |= _new_folders(pending, {*names.values(), *others}, out)
     shards: dict[AuditJob, Audit] = {}
     for job in pending:
         for shard in (shard for shard in job.parts if shard != job):
@@ -144,28 +143,23 @@ def _find(job: AuditJob, saved: Mapping[str, Audit]) -> str:
     """Return the folder of a job's finished audit; otherwise "", after printing why others are repeated."""
     digests = job.file_digests()
     for folder, audit in saved.items():
-        about, before = audit.provenance, audit.provenance.file_digests
-        changed = [name for name in {**before, **digests} if before.get(name) != digests.get(name)]
-        if about.command != job.command:
-            why = f"its command is `{about.command}`" if about.model == job.model else ""
-        elif not audit.complete:
-            why = "it is incomplete"
-        elif changed:
-            why = f"{' and '.join(changed)} changed since"
-        elif split_factory(job.model)[0] and factory_digests(job) != (
-            about.weights_digest,
-            about.data_digests,
-        ):
-            why = "the factory returns other weights or batches"
-        else:
+        about = audit.provenance
+        reasons = {
+            f"its command is `{about.command}`": about.command != job.command,
+            "it is incomplete": not audit.complete,
+            "files that it read have changed": about.file_digests != digests,
+            "a factory can return other weights or batches": bool(split_factory(job.model)[0]),
+        }
+        why = next((reason for reason, holds in reasons.items() if holds), "")
+        if not why:
             return folder
-        if why:
+        if about.model == job.model:
             print(f"rankwise: the audit in {folder} is not kept: {why}", file=sys.stderr)
     return ""
 
 
-def _new_folders(jobs: Sequence[AuditJob], taken: set[str]) -> dict[AuditJob, str]:
-    """Return an unused folder name per job: short name, full name, or full name after a number."""
+def _new_folders(jobs: Sequence[AuditJob], taken: set[str], out: Path) -> dict[AuditJob, str]:
+    """Return an unused folder name per job: the short names of all models, otherwise the full names."""
     names = [f"{job.model}@{job.revision}" if job.revision else job.model for job in jobs]
     lower = {folder.lower() for folder in taken}  # file systems may ignore case
     for tried in ([Path(name).name for name in names], names):
@@ -173,5 +167,5 @@ def _new_folders(jobs: Sequence[AuditJob], taken: set[str]) -> dict[AuditJob, st
         different = {folder.lower() for folder in folders}
         if len(different) == len(jobs) and not different & lower:
             return dict(zip(jobs, folders, strict=True))
-    free = (number for number in count() if not any(name.startswith(f"{number:03d}-") for name in lower))
-    return {job: f"{number:03d}-{name}" for job, number, name in zip(jobs, free, folders, strict=False)}
+    expected, got = "one folder name per model, not that of another audit", ", ".join(folders)
+    raise InputError(f"--out {out}", expected=expected, got=got, fix="Choose another folder.")

@@ -151,11 +151,8 @@ def check_loading(
         try:
             placement["device_map"] = json.loads(device_map)
         except ValueError as error:
-            option, fix = (
-                f"--device-map {device_map}",
-                'Quote it for the shell: --device-map \'{"": "cpu"}\'.',
-            )
-            raise InputError(option, expected="JSON", got=str(error), fix=fix) from error
+            subject, fix = f"--device-map {device_map}", "Quote it for the shell: --device-map '{…}'."
+            raise InputError(subject, expected="JSON", got=str(error), fix=fix) from error
     return placement if offload_folder is None else placement | {"offload_folder": str(offload_folder)}
 
 

@@ -4,16 +4,14 @@ import os
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import typer
 
-from rankwise._internals.batches import drop_unused_labels
 from rankwise.auditing import Audit, AuditError, audit
 from rankwise.auditing.batches import ALL
-from rankwise.auditing.provenance import DataDigest, weights_digest
+from rankwise.auditing.provenance import weights_digest
 from rankwise.cli.audit_job import AuditJob
 from rankwise.cli.load_data import LoadedData, load_data
 from rankwise.cli.load_model import LoadedModel, demo_model, demo_text, load_model
@@ -48,17 +46,6 @@ def load(job: AuditJob) -> LoadedJob:
         model, text=job.text, images=job.images, dataset=job.dataset, tokens=job.tokens,
         sequences=job.sequences, batch_size=job.batch_size, shard=job.shard,
     )  # fmt: skip
-    masks = job.importance and job.importance.loss == "masked" and (data.tokenizer or job.images)
-    if masks and getattr(data.tokenizer, "mask_token_id", None) is None:
-        expected, fix = "a tokenizer with a mask token", "Use another loss, or another --tokenizer."
-        raise InputError("--importance-loss masked", expected=expected, got="none", fix=fix)
-    if job.shard != ALL:
-        batches = iter(data.batches)
-        first = list(islice(batches, 1))
-        if not first:
-            expected, got = "at least one sequence in each shard", "fewer sequences than shards"
-            raise InputError(f"--shards {job.shards}", expected=expected, got=got, fix="Use fewer shards.")
-        data = replace(data, batches=chain(first, batches))
     return LoadedJob(job, model, data)
 
 
@@ -90,12 +77,13 @@ def measure(
     }
     result = audit(
         model.model, batches(), job.delta, rank_method=job.rank_method, attention_maps=job.attention_maps,
-        at_init=job.at_init, importance=job.importance, tokenizer=data.tokenizer,
+        at_init=job.at_init or False, importance=job.importance, tokenizer=data.tokenizer,
         provenance=about | dict(provenance or {}),
         on_progress=lambda done, step: say(f"batch {done + 1}: {step}"),
     )  # fmt: skip
     if job.shard != ALL:
-        digests = [_of_shard(digest, job) for digest in result.provenance.data_digests]
+        # repeated lines of a text can give two shards equal data
+        digests = [f"{digest}-{job.shards}" for digest in result.provenance.data_digests]
         return _with_provenance(result, data_digests=digests), not result.complete
     if not result.complete:
         return result, True
@@ -108,11 +96,6 @@ def measure(
         note, stopped = f"no λ is named for COLLAPSE: {reason}", False
         say(note)
     return _with_provenance(result, notes=[*result.provenance.notes, note]), stopped
-
-
-def _of_shard(digest: str, job: AuditJob) -> str:
-    """Return the digest of a shard's data; repeated lines of a text can give two shards equal data."""
-    return digest if job.shard == ALL else f"{digest}-{job.shards}"
 
 
 def _with_provenance(result: Audit, **fields: Any) -> Audit:
@@ -163,21 +146,6 @@ def merge_shards(job: AuditJob, audits: list[Audit]) -> Audit:
     merged = Audit.merge(audits, [f"shard {shard.shards} of {job.model}" for shard in job.parts])
     files = set.intersection(*(set(result.provenance.file_digests.items()) for result in audits))
     return _with_provenance(merged, command=job.command, file_digests=dict(files))
-
-
-def factory_digests(job: AuditJob) -> tuple[str, list[str]] | None:
-    """Return digests of the weights and batches of a factory, as in an audit; None if the factory fails."""
-    weights, data = "", []
-    try:
-        for shard in job.parts:
-            loaded, digest = load(shard), DataDigest()
-            for batch in loaded.data.batches:
-                digest.add(drop_unused_labels(loaded.model.model, batch)[0])
-            weights = weights_digest(loaded.model.model)
-            data += [_of_shard(digest.value, shard)] if digest.value else []
-    except (Exception, SystemExit):  # its audit will report the error
-        return None
-    return weights, sorted(data)
 
 
 def run_here(jobs: Sequence[AuditJob], say: Say = lambda step: None) -> Results:
