@@ -130,8 +130,8 @@ def test_costs_of_two_losses_are_two_curves() -> None:
         before = "causal" in key.measure
         assert [math.isfinite(value) for value, _ in pairs] == [before, before, not before, not before]
     assert {key.measure for key in curves} == {
-        "removal_cost of next tokens, causal (nats), exact, zero in a head's place",
-        "removal_cost of masked tokens (nats), exact, zero in a head's place",
+        "removal_cost of next tokens, causal (nats), exact",
+        "removal_cost of masked tokens (nats), exact",
     }
     document = history_document(history)
     drawn = [figure for figure in document.sections[0].figures if figure.title == "Cost of removal"]

@@ -405,7 +405,7 @@ OPTIONS = [
     ["--trust-remote-code"], ["--loss"], ["--shards", "2"], ["--shards", "1/2"],
     ["--at-init"], ["--at-init", "1"], ["--importance"],
     ["--importance", "exact"], ["--importance", "exact", "--importance-tolerance", "0.5"],
-    ["--importance", "--importance-ablation", "mean"], ["--importance", "--importance-loss", "causal"],
+    ["--importance", "--importance-loss", "causal"],
 ]  # fmt: skip
 
 

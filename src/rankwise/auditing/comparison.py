@@ -401,7 +401,6 @@ def _cost_differences(before: Audit, after: Audit) -> list[str]:
     origins = [cost_origin(audit) for audit in (before, after)]
     facts: dict[str, list[str]] = {
         "The loss of importance differs:": [record.quantity for record in both],
-        "The replacement of removed heads differs:": [record.ablation for record in both],
         "Costs of removal are": origins,
     }
     pairs = {words: pair for words, pair in facts.items() if len(set(pair)) == 2}

@@ -148,9 +148,9 @@ class History:
         return sentences
 
     def _cost_quantities(self) -> list[str]:
-        """Return loss, unit, method and ablation of costs of removal, as a text per audit; "" without."""
+        """Return loss, unit and method of costs of removal, as a text per audit; "" without."""
         return [
-            f"{importance.quantity}, {origin}, {importance.ablation} in a head's place"
+            f"{importance.quantity}, {origin}"
             if (importance := audit.importance) is not None and (origin := cost_origin(audit))
             else ""
             for audit in self.audits

@@ -78,9 +78,6 @@ def command(
     importance_tolerance: Annotated[
         float, typer.Option(help="Largest relative rise of the loss for removing a set of heads.")
     ] = 0.01,
-    importance_ablation: Annotated[
-        str, typer.Option(help="Replace a removed head by zero, or by its mean over tokens.")
-    ] = "zero",
     importance_loss: Annotated[
         str,
         typer.Option(help="Loss: auto, causal, masked, encoder-decoder, labels, own or output (its change)."),
@@ -141,9 +138,7 @@ def command(
     settings = AuditSettings.of(delta=delta, rank_method=rank_method, attention_maps=attention_maps)  # type: ignore[arg-type]
     if is_demo and images is None and dataset is None:
         text = text or demo_text()
-    costs = parse_importance(
-        importance, is_demo, importance_tolerance, importance_ablation, importance_loss, only_loss=loss
-    )
+    costs = parse_importance(importance, is_demo, importance_tolerance, importance_loss, only_loss=loss)
     job = AuditJob(
         model=str(demo_model()) if is_demo else "", revision=revision, text=text, images=images,
         dataset=dataset, tokens=tokens, sequences=sequences, batch_size=batch_size, shards=shards,
@@ -184,10 +179,10 @@ def command(
 
 
 def parse_importance(
-    how: str | None, is_demo: bool, tolerance: float, ablation: str, loss: str, *, only_loss: bool = False
+    how: str | None, is_demo: bool, tolerance: float, loss: str, *, only_loss: bool = False
 ) -> "ImportanceSettings | Literal[False]":
     """Return the settings for importance, or False if it is not measured; the demo's is exact by default."""
-    from rankwise.importance.settings import ABLATIONS, LOSSES, ImportanceSettings
+    from rankwise.importance.settings import LOSSES, ImportanceSettings
 
     if how is not None:
         one_of("--importance", how, ("auto", "estimate", "exact", "none"))
@@ -195,7 +190,6 @@ def parse_importance(
         exact=not only_loss and (how == "exact" or (how in (None, "auto") and is_demo)),
         estimates=not only_loss,
         tolerance=tolerance,
-        ablation=one_of("--importance-ablation", ablation, ABLATIONS),  # type: ignore[arg-type]
         loss=one_of("--importance-loss", loss, LOSSES),  # type: ignore[arg-type]
     )
     is_measured = only_loss or how not in (None, "none") or (how is None and is_demo)

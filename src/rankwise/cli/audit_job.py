@@ -58,7 +58,7 @@ class AuditJob:
             given["loss"] = not importance.estimates and not importance.exact
             given["importance"] = None if given["loss"] else "exact" if importance.exact else "estimate"
             defaults |= {"loss": False, "importance": None}
-            for name in ("tolerance", "ablation", "loss"):
+            for name in ("tolerance", "loss"):
                 given[f"importance_{name}"] = getattr(importance, name)
                 defaults[f"importance_{name}"] = getattr(type(importance), name)
         return {

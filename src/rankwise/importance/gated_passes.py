@@ -74,13 +74,10 @@ class UnitGate(torch.autograd.Function):
 
 
 class Gates(Intervention):
-    """Intervention that puts a gate on the output of every head, (B, H), and the update of every block, (B,).
+    """Intervention that puts a gate on every head's output, (B, H), and on every block's update, (B,)."""
 
-    At ξ = 0 the output of a head would be its row of `means` (H, V), or zero if there are no means.
-    """
-
-    def __init__(self, blocks: Iterable[str], sequences: int, means: Mapping[CallId, Tensor]) -> None:
-        self.blocks, self._sequences, self._means = frozenset(blocks), sequences, means
+    def __init__(self, blocks: Iterable[str], sequences: int) -> None:
+        self.blocks, self._sequences = frozenset(blocks), sequences
         self.of_heads: dict[CallId, Tensor] = {}
         self.of_blocks: dict[CallId, Tensor] = {}
 
@@ -89,10 +86,7 @@ class Gates(Intervention):
         values = heads.values
         gate = _ones(values, values.shape[:2])
         self.of_heads[heads.call_id] = gate
-        gated = values.detach()
-        if self._means:
-            gated = gated - self._means[heads.call_id].to(gated)[:, None]
-        return UnitGate.apply(gate, values, gated)
+        return UnitGate.apply(gate, values, values.detach())
 
     def on_block(self, block: BlockOutput) -> Tensor:
         """Return the block's output, unchanged but with a gate on the update (output minus input)."""
@@ -113,34 +107,11 @@ def _ones(like: Tensor, shape: Iterable[int]) -> Tensor:
     return torch.ones(tuple(shape), dtype=wide, device=like.device, requires_grad=True)
 
 
-class MeanRecorder(Intervention):
-    """Intervention that sums head outputs over real tokens; `sums`: sum (H, V) and token count by call."""
-
-    def __init__(self) -> None:
-        self.sums: dict[CallId, tuple[Tensor, int]] = {}
-
-    def on_heads(self, heads: HeadOutputs) -> None:
-        """Add the outputs of one mixer call to the sums."""
-        real = torch.where(heads.valid_tokens[:, None, :, None], heads.values, 0)
-        summed = as_float64(real).sum((0, 2))
-        before, tokens = self.sums.get(heads.call_id, (torch.zeros_like(summed), 0))
-        self.sums[heads.call_id] = before + summed, tokens + int(heads.valid_tokens.sum())
-
-    def mean(self, key: CallId, mixers: Mapping[CallId, Address]) -> Tensor:
-        """Return the mean outputs (H, V) of a mixer call and of the calls with the same address."""
-        runs = [
-            sums for call, sums in self.sums.items() if call == key or mixers.get(call) == mixers.get(key, "")
-        ]
-        return torch.stack([summed for summed, _ in runs]).sum(0) / max(sum(count for _, count in runs), 1)
-
-
 class Removal(Intervention):
-    """Intervention that replaces head outputs by means (H, V) or zero, and block outputs by inputs."""
+    """Intervention that replaces head outputs by zero, and block outputs by inputs."""
 
-    def __init__(
-        self, heads: Mapping[CallId, Iterable[int]], means: Mapping[CallId, Tensor], blocks: Iterable[str]
-    ) -> None:
-        self.blocks, self._means = frozenset(blocks), means
+    def __init__(self, heads: Mapping[CallId, Iterable[int]], blocks: Iterable[str]) -> None:
+        self.blocks = frozenset(blocks)
         self._heads = {key: frozenset(chosen) for key, chosen in heads.items()}
 
     def on_heads(self, heads: HeadOutputs) -> Tensor | None:
@@ -150,8 +121,7 @@ class Removal(Intervention):
             return None
         values = heads.values
         removed = torch.tensor([head in chosen for head in range(values.shape[1])])[:, None, None]
-        means = self._means[heads.call_id].to(values)[:, None] if self._means else 0.0
-        return torch.where(removed.to(values.device), means, values)
+        return torch.where(removed.to(values.device), 0.0, values)
 
     def on_block(self, block: BlockOutput) -> Tensor:
         """Return the block's input, so that the block does nothing."""
@@ -229,13 +199,6 @@ class GatedPasses:
         self.heads: dict[Address, GateSums] = {}
         self.blocks: dict[str, GateSums] = {}
         self._finite: list[Tensor] = []
-        recorder, mixers = MeanRecorder(), dict[CallId, Address]()
-        for number, batch in enumerate(batches if settings.ablation == "mean" else ()):
-            say(f"means of batch {number + 1} of {len(batches)}")
-            with torch.no_grad():
-                self._run(batch, recorder, lambda site: mixers.update({site.call_id: site.address()}))
-        self._means = {key: recorder.mean(key, mixers) for key in recorder.sums}
-        """Mean outputs (H, V) of heads by mixer call; empty if removed heads are replaced by zero."""
 
     def whole(self, blocks: Iterable[str] = (), *, gradients: bool = False) -> None:
         """Run every batch once with gates; with ``gradients``, also backward from loss and projections.
@@ -273,7 +236,7 @@ class GatedPasses:
         self, batch: LossBatch, blocks: Iterable[str], generator: torch.Generator, gradients: bool
     ) -> None:
         """Run one batch with gates; add its losses, gradients and mixers to the sums."""
-        gates = Gates(blocks, batch_size(batch.batch), self._means)
+        gates = Gates(blocks, batch_size(batch.batch))
         mixers: dict[CallId, tuple[Address, int]] = {}
 
         def note(site: CapturedMixer) -> None:
@@ -380,7 +343,7 @@ class GatedPasses:
         total = 0.0
         for batch, finite in zip(self.batches, self._finite, strict=True):
             with torch.no_grad():
-                losses = self.loss.read(self._run(batch, Removal(heads, self._means, blocks)), batch)
+                losses = self.loss.read(self._run(batch, Removal(heads, blocks)), batch)
             total += float(losses.total[finite].sum())
         return total / self.count
 

@@ -12,7 +12,7 @@ from rankwise._internals.records import Address, Count, Number, Record, format_n
 from rankwise._internals.statistics import spearman
 from rankwise.errors import RecordError
 
-SETTINGS = ("loss", "unit", "reference_name", "ablation", "probes", "seed")
+SETTINGS = ("loss", "unit", "reference_name", "probes", "seed")
 COSTS = ("curvature", "estimate", "exact")
 SUMS = ("sequences", "nonfinite_sequences", "counted", "forward", "backward")
 MORE_TRIES = 16
@@ -90,8 +90,6 @@ class ImportanceRecord(Record):
     """Number of sequences that were left out because their loss is not finite."""
     counted: Number
     """Number of tokens, labels or sequences that the loss is averaged over."""
-    ablation: Literal["zero", "mean"]
-    """Replacement of the output of a removed head: zero, or its mean."""
     probes: Count
     """Number of random projections of the output per batch."""
     seed: int
