@@ -374,7 +374,7 @@ def test_a_collapse_is_followed_by_a_recommended_lambda(run: Run, tmp_path: Path
             "no λ is named for COLLAPSE: lost",
         ),
         (
-            "cli.run_jobs",
+            "cli.audit_job",
             "recommend",
             KeyboardInterrupt(),
             130,

@@ -16,10 +16,9 @@ from typer.testing import CliRunner, Result
 
 import rankwise as rw
 from rankwise.auditing import Audit, History
-from rankwise.cli import app, run_jobs
+from rankwise.cli import app, audit_job
 from rankwise.cli.audit_job import AuditJob
-from rankwise.cli.audit_many import audit_many, jobs_of
-from rankwise.cli.run_jobs import run_here
+from rankwise.cli.audit_many import audit_many, jobs_of, run_here
 from rankwise.errors import InputError, RankwiseError
 
 Run = Callable[..., Result]
@@ -159,14 +158,14 @@ def test_a_code_in_any_audit_fails_the_command(run: Run, home: Path) -> None:
 
 
 def test_ctrl_c_keeps_finished_audits_and_their_history(run, home, monkeypatch) -> None:
-    load, calls = run_jobs.load_model, iter(range(9))
+    load, calls = audit_job.load_model, iter(range(9))
 
     def interrupted(*arguments: object, **options: object) -> object:
         if next(calls) == 1:
             raise KeyboardInterrupt
         return load(*arguments, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(run_jobs, "load_model", interrupted)
+    monkeypatch.setattr(audit_job, "load_model", interrupted)
     result = run("audit", *CHECKPOINTS, *DATA, "--out", "cut")
     assert result.exit_code == 130
     assert [path.parent.name for path in (home / "cut").glob("*/audit.json")] == ["checkpoint-90"]

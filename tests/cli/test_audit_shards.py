@@ -9,7 +9,7 @@ from tests.support.nets import NETS
 from typer.testing import Result
 
 from rankwise.auditing import Audit
-from rankwise.cli import run_jobs
+from rankwise.cli import audit_job
 from rankwise.errors import InputError, RankwiseError
 
 Run = Callable[..., Result]
@@ -48,7 +48,7 @@ def test_single_shards_are_merged_by_the_command(run: Run, tiny: Path, whole: Au
 def test_ctrl_c_keeps_finished_shards_and_resume_audits_the_others(
     run: Run, tiny: Path, whole: Audit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load, calls = run_jobs.load_model, iter(range(9))
+    load, calls = audit_job.load_model, iter(range(9))
 
     def interrupted(*arguments: object, **options: object) -> object:
         if next(calls) == 1:
@@ -56,7 +56,7 @@ def test_ctrl_c_keeps_finished_shards_and_resume_audits_the_others(
         return load(*arguments, **options)  # type: ignore[arg-type]
 
     words = ("audit", tiny, *DATA, "--loss", "--shards", 3, "--out", "out", "--resume")
-    monkeypatch.setattr(run_jobs, "load_model", interrupted)
+    monkeypatch.setattr(audit_job, "load_model", interrupted)
     stopped = run(*words)
     assert (stopped.exit_code, "`--resume` audits what is left" in stopped.stderr) == (130, True)
     assert [path.parent.name for path in Path("out").rglob("audit.json")] == ["shard-1-of-3"]

@@ -16,9 +16,8 @@ from tests.support.torch_names import COMPILED_PREFIX
 from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel, LlamaForCausalLM
 
 from rankwise.auditing import Audit
-from rankwise.cli.audit_job import AuditJob
+from rankwise.cli.audit_job import AuditJob, load, run_job
 from rankwise.cli.load_model import check_device, load_model
-from rankwise.cli.run_jobs import load, run_job
 from rankwise.errors import InputError
 
 DISK = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
@@ -159,7 +158,7 @@ def test_a_checkpoint_of_which_nothing_fits_is_refused(run, tiny, tmp_path, comm
     save_changed(tiny, lambda name: prefix + name)
     refused = run(*COMMANDS[command])
     assert isinstance(refused.exception, InputError), refused.output
-    message = f"got none of them, but {prefix}model.layers.0.*remove a prefix from the names of all weights"
+    message = f"got none of them, but {prefix}model.*remove a prefix from the names of all weights"
     assert re.search(message, str(refused.exception))
     assert {path.name for path in tmp_path.iterdir()} == {"changed", "text.txt"}
 

@@ -127,11 +127,10 @@ def command(
     from rankwise.auditing import AuditSettings
     from rankwise.auditing.findings import check_codes
     from rankwise.cli import output
-    from rankwise.cli.audit_job import AuditJob
-    from rankwise.cli.audit_many import audit_many, jobs_of
+    from rankwise.cli.audit_job import AuditJob, audit_one
+    from rankwise.cli.audit_many import audit_many, jobs_of, run_here, run_on_ray
     from rankwise.cli.load_data import check_data
     from rankwise.cli.load_model import check_loading, demo_model, demo_text
-    from rankwise.cli.run_jobs import audit_one, run_here, run_on_ray
 
     models, is_demo = models or [], not models
     codes = check_codes(fail_on or [])
