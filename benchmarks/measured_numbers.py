@@ -46,8 +46,6 @@ def measure(subject: str, minilm: Path | None, out: Path) -> None:
         model.unused = None  # what the model never calls cannot be initialized anew
         keep("at_init", rw.audit(model, batches, at_init=2))
     if subject == "demo":
-        mean = rw.importance.ImportanceSettings(ablation="mean")
-        keep("importance by means", rw.audit(model, batches[:1], importance=mean))
         text = _text()
         texts = [text[:150], text[300:700]]
         named = rw.audit(model, texts=texts, tokenizer=tokenizer, attention_maps="0:0,3:1")

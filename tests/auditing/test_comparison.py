@@ -252,7 +252,6 @@ def test_a_comparison_says_how_the_loss_changed() -> None:
     "fields",
     [
         {"loss": "how far the output moves", "unit": "of its squared norm"},
-        {"ablation": "mean"},
         {"exact": True},
     ],
 )

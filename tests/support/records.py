@@ -88,7 +88,7 @@ def importance(**changes: Any) -> ImportanceRecord:
     """Return the loss for which costs of removal were measured."""
     usual: dict[str, Any] = {
         "loss": "next tokens, causal", "unit": "nats per token", "value": 2.0, "sequences": 64,
-        "counted": 640, "ablation": "zero", "probes": 8, "seed": 0,
+        "counted": 640, "probes": 8, "seed": 0,
     }  # fmt: skip
     fields = usual | changes
     return ImportanceRecord(**({"reference": abs(fields["value"])} | fields))

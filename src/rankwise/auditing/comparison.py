@@ -350,7 +350,7 @@ def _warnings(
 
 
 def cost_quantity(audit: Audit) -> str:
-    """Return loss, method and replacement of costs of removal as text; costs with equal texts compare.
+    """Return loss and method of costs of removal as text; costs with equal texts compare.
 
     The text is empty without costs.
     """
@@ -358,7 +358,7 @@ def cost_quantity(audit: Audit) -> str:
     methods = " and ".join(sorted({cost.method for cost in importances if math.isfinite(cost.cost)}))
     if audit.importance is None or not methods:
         return ""
-    return f"{audit.importance.quantity}, {methods}, {audit.importance.ablation} in a head's place"
+    return f"{audit.importance.quantity}, {methods}"
 
 
 def not_compared(audits: Sequence[Audit]) -> dict[str, str]:

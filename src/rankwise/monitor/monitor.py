@@ -257,17 +257,14 @@ class RankMonitor:
         )  # first multiple of `every` that is not below the step
 
     def _report(self, step: int, result: Audit, new: Sequence[Finding], stops_now: bool) -> None:
-        unsaved = {} if self._audit_folder is None else {"audit": self._audit_folder.write(step, result)}
+        unsaved = "" if self._audit_folder is None else self._audit_folder.write(step, result)
         for code, (first, *others) in grouped(new, lambda finding: finding.code).items():
             if first.severity != "info" or code in self.stop_on:
                 more = f" and {len(others)} more" if others else ""
                 logger.warning("step %d: %s at %s%s: %s", step, code, first.place, more, first.meaning)
         if stops_now and self.stopped_by is not None:
-            where = ""
-            if self._audit_folder is not None:
-                unsaved["probe"] = self._audit_folder.write_probe(self.batches)
-                causes = [f"{name} not saved ({cause})" for name, cause in unsaved.items() if cause]
-                where = f"; {' and '.join(causes) or 'audit and probe'} in {self.folder}"
+            saved = f"audit not saved ({unsaved})" if unsaved else "audit"
+            where = "" if self.folder is None else f"; {saved} in {self.folder}"
             stop, rule = self.stopped_by, ""
             if stop.code == "COLLAPSE":
                 states = [state for state in result.states if state.stack == stop.where.stack]

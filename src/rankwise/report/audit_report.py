@@ -316,7 +316,7 @@ def _importance(audit: Audit) -> Section:
         removable = describe_removable(importance, heads, math.nan) if heads.heads else removable
     facts = [
         ("Loss", f"{importance.loss}: {whole}" if whole else importance.loss),
-        ("Costs of heads", f"{methods}; {importance.ablation} in a head's place"),
+        ("Costs of heads", f"{methods}; zero in a head's place"),
         *estimate_words([head.importance for head in audit.heads], importance.blocks),
         *([("Heads that can be removed together", removable)] if removable else []),
         *(("Note", note) for note in importance.notes),
