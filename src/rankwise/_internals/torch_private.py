@@ -217,10 +217,10 @@ def preserve_state(model: nn.Module) -> Iterator[None]:
     """Context manager in which a model works on copies of its buffers, and which restores its attributes.
 
     Counters, caches, running statistics and hooks are afterwards as before, also those in lists, dicts, sets
-    and deques. A first run that adds hooks and notes this in an attribute therefore leaves neither. Nothing is
-    written into tensors, so the backward passes of earlier and of later operations stay valid. Content of
-    other objects is not restored, and nothing is if the model adds modules or parameters, as lazy modules do:
-    attributes say that it did. Cost: a copy of the buffers.
+    and deques. So a first run that adds hooks and notes this in an attribute leaves neither. Tensors are not
+    written to, so the backward passes of earlier and of later operations stay valid. Content of other objects
+    is not restored, and nothing is if the model adds modules or parameters, as lazy modules do: attributes
+    say that it did. Cost: a copy of the buffers.
     """
     special = (torch.jit.ScriptModule, nn.modules.lazy.LazyModuleMixin)  # these store state otherwise
     modules = [module for module in model.modules() if not isinstance(module, special)]
