@@ -206,7 +206,8 @@ def _measure(
         formed, summary = _decomposed(operator, delta)
         estimates = {name: _exactly(getattr(summary, name)) for name in ERRORS}
         sigma = summary.singular_values
-        kept = torch.linspace(0, sigma.shape[-1] - 1, min(SPECTRUM_POINTS, sigma.shape[-1])).round().long()
+        count = sigma.shape[-1]
+        kept = torch.linspace(0, count - 1, min(SPECTRUM_POINTS, count), dtype=torch.float32).round().long()
         spectra = _rounded(sigma[:1, :, kept.to(sigma.device)])
     membership, rate, memberships = _memberships(site, index)
     masks = masks_of(operator)

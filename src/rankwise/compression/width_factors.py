@@ -300,7 +300,7 @@ def calibrate(layer: QueryKeyStatistics, start: Factors, job: Job) -> Factors:
         size_a, size_b = size_a.sum(-1, keepdim=True), size_b.sum(-1, keepdim=True)
     balance = (size_b.clamp(min=1e-24) / size_a.clamp(min=1e-24))[:, None] ** 0.25
     a, b = a * balance.repeat_interleave(groups, 0), b / balance
-    mask = torch.zeros(len(start.key), 1, layer.projections.width)
+    mask = torch.zeros(len(start.key), 1, layer.projections.width, dtype=torch.float32)
     for head, channels in enumerate(start.kept):
         mask[head, 0, channels] = 1
     wide = layer.projections.width if rotated else max(map(len, start.kept))  # without more zeros

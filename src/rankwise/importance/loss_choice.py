@@ -281,7 +281,8 @@ def _masked(batch: LossBatch, mask_token: int | None, seed: int, given: Given) -
         real = real_tokens(inputs, ids.shape).to(ids.device)
         # The first and the last real token are not masked, because they may be [CLS] and [SEP].
         inner = real & (real.cumsum(1) > 1) & (real.flip(1).cumsum(1).flip(1) > 1)
-        drawn = torch.rand(ids.shape, generator=torch.Generator().manual_seed(seed + number)).to(ids.device)
+        generator = torch.Generator().manual_seed(seed + number)
+        drawn = torch.rand(ids.shape, generator=generator, dtype=torch.float32).to(ids.device)
         chosen = inner & (drawn < MASKED_SHARE)
         masked = {**inputs, "input_ids": ids.masked_fill(chosen, mask_token)}
         return LossBatch(masked, original, number, target=ids.masked_fill(~chosen, IGNORE_INDEX))

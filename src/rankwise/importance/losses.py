@@ -372,7 +372,7 @@ def _fisher_projection(
 ) -> Float[Tensor, " B"]:
     """Return a projection of the logits of the first C tokens of each sequence, where ``counts`` is True."""
     (sequences, tokens), (_, longest, classes) = counts.shape, logits.shape
-    drawn = torch.randn(sequences, tokens, classes, generator=generator).to(logits)
+    drawn = torch.randn(sequences, tokens, classes, generator=generator, dtype=torch.float32).to(logits)
     u = F.pad(drawn, (0, 0, 0, longest - tokens))
     del drawn
     step = max(1, CHUNK // (sequences * classes))

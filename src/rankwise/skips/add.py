@@ -315,7 +315,7 @@ def check_lambda(subject: str, value: object) -> None:
     number: Any = value if isinstance(value, numbers.Real) and not isinstance(value, bool) else math.nan
     if not limits.min <= number <= limits.max:
         raise SkipError(subject, expected=expected, got=repr(value), fix="1.0 changes nothing.")
-    if torch.tensor(float(number)) == 0:
+    if torch.tensor(float(number), dtype=torch.float32) == 0:
         effect = "tokens may become similar within a few layers, and no bound holds"
         warnings.warn(f"λ = 0 removes the skip connections: {effect}", UserWarning, stacklevel=3)
 
@@ -377,7 +377,7 @@ def example_for(model: Any) -> Batch:
         size = config_value(config, "image_size", default=224)
         sides = (size, size) if isinstance(size, int) else tuple(size)[-2:]
         shape = (1, config_value(config, "num_channels", default=3), *sides)
-        noise = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        noise = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
         return {"pixel_values": noise.to(device, model.dtype)}
     text = getattr(config, "get_text_config", lambda: config)()
     most = min(config_value(text, "vocab_size") or 64, 64)

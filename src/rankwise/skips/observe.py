@@ -152,7 +152,7 @@ def lambdas_of(model: nn.Module, places: Sequence[SkipPlace]) -> dict[str, Tenso
     lambdas = {}
     for place in places:
         module = model.get_submodule(place.write.module)
-        plain = module.current() if isinstance(module, LambdaSkip) else torch.ones(1)
+        plain = module.current() if isinstance(module, LambdaSkip) else torch.ones(1, dtype=torch.float32)
         scale = current(module, place.parameter) if hasattr(module, place.parameter) else plain
         lambdas[place.name] = scale.detach().reshape(-1)
     return lambdas
