@@ -12,8 +12,7 @@ from tests.support.modules import token_ids
 from torch import Tensor
 
 import rankwise as rw
-from rankwise import measures, theory
-from rankwise.models.language import ToSTForCausalLM
+from rankwise.models import ToSTForCausalLM
 from rankwise.operators import LinearAttentionMixing, SoftmaxMixing, ToeplitzMixing, sample_channels
 
 
@@ -46,7 +45,9 @@ STATE_MEASURES = (
     "token_norm",
 )
 """Measures of token states, as functions."""
-OPERATOR_MEASURES = [name for name in measures.MEASURES if name not in (*STATE_MEASURES, "relative_update")]
+OPERATOR_MEASURES = [
+    name for name in rw.measures.MEASURES if name not in (*STATE_MEASURES, "relative_update")
+]
 
 
 def bert() -> Any:
@@ -88,31 +89,31 @@ def compressed(parts: str, model: Callable[[], Any]) -> list[Any]:
 
 USES: dict[str, Callable[[], Any]] = {
     "measures of operators": lambda: [
-        measures.compute_measures(OPERATOR_MEASURES, operator) for operator in (ATTENTION, LINEAR, SHIFTS)
+        rw.measures.compute_measures(OPERATOR_MEASURES, operator) for operator in (ATTENTION, LINEAR, SHIFTS)
     ],
     "estimate_spectrum": lambda: (
-        measures.estimate_spectrum(ATTENTION, probes=8, steps=6).effective_rank.value
+        rw.measures.estimate_spectrum(ATTENTION, probes=8, steps=6).effective_rank.value
     ),
-    "required_head_dim": lambda: measures.required_head_dim(ATTENTION),
+    "required_head_dim": lambda: rw.measures.required_head_dim(ATTENTION),
     "measures of states": lambda: (
-        [getattr(measures, name)(STATES, mask=MASK) for name in STATE_MEASURES]
-        + [measures.relative_update(STATES, BRANCH, MASK), measures.head_distance(ATTENTION)]
+        [getattr(rw.measures, name)(STATES, mask=MASK) for name in STATE_MEASURES]
+        + [rw.measures.relative_update(STATES, BRANCH, MASK), rw.measures.head_distance(ATTENTION)]
     ),
-    "variational_rate": lambda: measures.variational_rate(draw(2, 3, 12, 4), draw(2, 3, 12).sigmoid()),
+    "variational_rate": lambda: rw.measures.variational_rate(draw(2, 3, 12, 4), draw(2, 3, 12).sigmoid()),
     "sample_channels": lambda: sample_channels(SHIFTS, 2),
-    "random_head_rank": lambda: list(theory.random_head_rank(16, 4, trials=2)),
+    "random_head_rank": lambda: list(rw.theory.random_head_rank(16, 4, trials=2)),
     "random_head_rank, window": lambda: list(
-        theory.random_head_rank(16, 4, mask="causal", window=4, trials=2)
+        rw.theory.random_head_rank(16, 4, mask="causal", window=4, trials=2)
     ),
-    "uniform_rank": lambda: theory.uniform_rank(16, "causal"),
+    "uniform_rank": lambda: rw.theory.uniform_rank(16, "causal"),
     "rank_barrier": lambda: [
-        theory.rank_barrier(9, mask) for mask in ("full", "causal", MASK[0].expand(9, 12))
+        rw.theory.rank_barrier(9, mask) for mask in ("full", "causal", MASK[0].expand(9, 12))
     ],
     "skip_bound": lambda: [
-        theory.skip_bound(STATES, BRANCH, 2.0, MASK, norm) for norm in ("none", "layer", "rms")
+        rw.theory.skip_bound(STATES, BRANCH, 2.0, MASK, norm) for norm in ("none", "layer", "rms")
     ],
-    "min_lambda_for_spread": lambda: theory.min_lambda_for_spread(STATES, BRANCH, 0.1, MASK),
-    "min_lambda_paper": lambda: theory.min_lambda_paper(
+    "min_lambda_for_spread": lambda: rw.theory.min_lambda_for_spread(STATES, BRANCH, 0.1, MASK),
+    "min_lambda_paper": lambda: rw.theory.min_lambda_paper(
         STATES, draw(2, 12, 12).softmax(-1), draw(2, 8, 8), 0.1
     ),
     "half_lives": lambda: rw.ops.half_lives(4),
