@@ -10,8 +10,7 @@ from pydantic import Field
 
 from rankwise._internals import report_package
 from rankwise._internals.files import write_file
-from rankwise._internals.records import Address
-from rankwise._internals.saved_records import SavedRecord
+from rankwise._internals.records import Address, SavedRecord
 from rankwise.auditing.at_init import heads_at_init, states_at_init
 from rankwise.auditing.findings import diagnose
 from rankwise.auditing.provenance import check_mergeable, check_same, describe_method
