@@ -10,8 +10,7 @@ from pydantic import Field
 
 from rankwise._internals import report_package
 from rankwise._internals.files import write_file
-from rankwise._internals.records import Address
-from rankwise._internals.saved_records import SavedRecord
+from rankwise._internals.records import Address, SavedRecord
 from rankwise.auditing.findings import diagnose
 from rankwise.auditing.provenance import check_mergeable, describe_method, merged_provenance
 from rankwise.auditing.records import (

@@ -135,8 +135,8 @@ def command(
         report["collapse"] = [spread_by_layer(loaded.model, held)]
         notes, complete = [*loaded.notes, *skips.notes], True
         if fit_on is not None:
-            loss_of, targets = fitting_loss(loaded.model, held, mask)
-            before = loss_of.mean(loaded.model, targets)
+            loss_of = fitting_loss(loaded.model, held, mask)
+            before = loss_of.mean(loaded.model, held)
             with output.show_progress("fitting λ", steps) as show:
 
                 def update(step: int, loss: float) -> None:
@@ -146,7 +146,7 @@ def command(
             report["scales"], complete = fit.scales, len(fit.losses) == steps
             try:
                 spread = spread_by_layer(loaded.model, held)
-                report["loss"] = [before, loss_of.mean(loaded.model, targets)]
+                report["loss"] = [before, loss_of.mean(loaded.model, held)]
                 report["collapse"].append(spread)
             except KeyboardInterrupt:  # the fitted λ are written without these numbers
                 complete = False

@@ -4,8 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from rankwise._internals.records import Address, Number, Record
-from rankwise._internals.saved_records import SavedRecord
+from rankwise._internals.records import Address, Number, Record, SavedRecord
 
 
 class HeadDimCost(Record):
