@@ -142,7 +142,7 @@ def command(
 
     models, is_demo = models or [], not models
     codes = check_codes(fail_on or [])
-    settings = AuditSettings.of(delta=delta, rank_method=rank_method, attention_maps=attention_maps)  # type: ignore[arg-type]
+    settings = AuditSettings.of(delta=delta, rank_method=rank_method, attention_maps=attention_maps)
     if is_demo and images is None and dataset is None:
         text = text or demo_text()
     costs = parse_importance(
