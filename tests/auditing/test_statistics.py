@@ -13,9 +13,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import rankwise as rw
-from rankwise.auditing import HeadRecord
 from rankwise.auditing.provenance import DataDigest, weights_digest
-from rankwise.auditing.statistics import HeadStatistics
 from rankwise.cli import app
 from rankwise.errors import RecordError
 
@@ -267,17 +265,3 @@ def test_weights_that_are_random_in_a_shard_are_a_finding_of_the_merged_audit(sh
     for audits in ([shards[0], lacks], [lacks, shards[0]]):
         found = [finding for finding in rw.Audit.merge(audits).findings if finding.code == "RANDOM_WEIGHTS"]
         assert [finding.evidence for finding in found] == [{"weights": 1}]
-
-
-def test_types_that_hold_the_rank_of_a_head_are_in_few_files() -> None:
-    """Whoever changes the number reads only these files, from the captured mixer to the record."""
-    from rankwise._internals.statistics import Moments
-    from rankwise.auditing.measure import HeadBatch
-    from rankwise.auditing.statistics import MEANS, RANKS
-    from rankwise.measures import Estimate, RankSummary
-    from rankwise.tracing import CapturedMixer
-
-    holders = (CapturedMixer, RankSummary, Estimate, HeadBatch, HeadStatistics, Moments)
-    files = {kind.__module__ for kind in (*holders, HeadRecord)}
-    assert len(files) <= 8, files
-    assert set(MEANS) | set(RANKS) <= set(HeadRecord.model_fields)

@@ -36,7 +36,7 @@ def test_changes_are_printed_and_written(audits: tuple[Audit, Audit], tmp_path: 
     before, after = audits
     wanted = compare(before, after)
     assert wanted != compare(after, before)
-    assert (tmp_path / "changes.json").read_text() == wanted.model_dump_json(indent=1)
+    assert (tmp_path / "changes.json").read_text() == wanted.model_dump_json(indent=1) + "\n"
     console = Console(file=io.StringIO(), width=120)
     print_document(comparison_document(wanted), console)
     told = console.file.getvalue()  # type: ignore[attr-defined]

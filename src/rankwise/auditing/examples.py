@@ -2,11 +2,11 @@
 
 import math
 from collections import Counter
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rankwise.auditing.records import AttentionMap, HeadRecord
+from rankwise.auditing.records import AttentionMap, HeadRecord, MaskName
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,90 +19,65 @@ NAMES_KEPT = 48
 
 
 @dataclass
-class Examples:
-    """Examples from single sequences for the heads of one mixer call; each list has one item per head."""
+class HeadExamples:
+    """Examples from single sequences for one head."""
 
-    longest: list[float]
+    longest: float = 0.0
     """Number of tokens of the longest sequence, from which the mask is taken; 0 without sequences."""
-    masks: list[str]
-    spectra: list[list[float]]
+    mask: MaskName = "full"
+    spectrum: list[float] = field(default_factory=list)
     """Singular values of the first sequence; empty if ranks were estimated."""
-    memberships: list[list[float]]
+    membership: list[float] = field(default_factory=list)
     """Membership (weight in the head) of each token of the first sequence; empty if the mixer has none."""
-    grids: list[tuple[int, int] | None]
-    """Rows and columns of patches if the tokens of ``memberships`` are patches of an image."""
-    named: list[int]
+    grid: tuple[int, int] | None = None
+    """Rows and columns of patches if the tokens of ``membership`` are patches of an image."""
+    named: int = 0
     """Number of sequences in which the most attended token has a name."""
-    names: list[Counter[str]]
+    names: Counter[str] = field(default_factory=Counter)
     """Number of sequences by name of the most attended token; a token has several names (`peak_names`)."""
-    attention_maps: list[AttentionMap | None]
-    """Attention maps of the first sequence; None if not requested."""
+    attention_map: AttentionMap | None = None
+    """Attention map of the first sequence; None if not requested."""
 
     @classmethod
-    def empty(cls, heads: int) -> "Examples":
-        """Return examples to which no sequence has been added."""
-
-        def lists() -> list[list[Any]]:
-            return [[] for _ in range(heads)]
-
+    def from_record(cls, record: HeadRecord) -> "HeadExamples":
+        """Restore examples from a saved record."""
         return cls(
-            longest=[0.0] * heads, masks=["full"] * heads, grids=[None] * heads, named=[0] * heads,
-            spectra=lists(), memberships=lists(), attention_maps=[None] * heads,
-            names=[Counter() for _ in range(heads)],
-        )  # fmt: skip
-
-    @classmethod
-    def from_records(cls, records: Sequence[HeadRecord]) -> "Examples":
-        """Restore examples from the saved records of one mixer call."""
-        return cls(
-            longest=[float(record.merging.longest) if record.sequences else 0.0 for record in records],
-            masks=[record.mask for record in records],
-            spectra=[record.spectrum for record in records],
-            memberships=[record.membership_map for record in records],
-            grids=[record.membership_grid for record in records],
-            named=[record.merging.named for record in records],
-            names=[Counter(record.merging.names) for record in records],
-            attention_maps=[record.attention_map for record in records],
+            longest=float(record.merging.longest) if record.sequences else 0.0,
+            mask=record.mask,
+            spectrum=record.spectrum,
+            membership=record.membership_map,
+            grid=record.membership_grid,
+            named=record.merging.named,
+            names=Counter(record.merging.names),
+            attention_map=record.attention_map,
         )
 
-    def see_lengths(self, tokens: Sequence[float], masks: Sequence[str]) -> None:
-        """Keep for each head the mask of its longest sequence; ties go to the first mask name by alphabet."""
-        for head, (length, mask) in enumerate(zip(tokens, masks, strict=True)):
-            if length > self.longest[head]:
-                self.longest[head], self.masks[head] = length, mask
-            elif length == self.longest[head] > 0:
-                self.masks[head] = min(self.masks[head], mask)
+    def see_length(self, tokens: float, mask: MaskName) -> None:
+        """Keep the mask of the longest sequence; ties go to the first mask name by alphabet."""
+        if tokens > self.longest:
+            self.longest, self.mask = tokens, mask
+        elif tokens == self.longest > 0:
+            self.mask = min(self.mask, mask)
 
-    def add_names(self, sequences: Sequence[Sequence[Collection[str]]]) -> None:
-        """Count the names of most attended tokens, by sequence and head; a token without names is unknown."""
-        for heads in sequences:
-            for head, names in enumerate(heads):
-                self.named[head] += bool(names)
-                self.names[head].update(names)
+    def merge(self, other: "HeadExamples") -> None:
+        """Add examples of the same head from later sequences; the attention map is of the first alone."""
+        self.see_length(other.longest, other.mask)
+        if not self.membership:
+            self.membership, self.grid = other.membership, other.grid
+        self.spectrum = self.spectrum or other.spectrum
+        self.named += other.named
+        self.names.update(other.names)
 
-    def merge(self, other: "Examples") -> None:
-        """Add examples of the same heads from later sequences; attention maps are of the first alone."""
-        self.see_lengths(other.longest, other.masks)
-        for head in range(len(self.longest)):
-            if not self.memberships[head]:
-                self.memberships[head], self.grids[head] = other.memberships[head], other.grids[head]
-            self.spectra[head] = self.spectra[head] or other.spectra[head]
-            self.named[head] += other.named[head]
-            self.names[head].update(other.names[head])
+    @property
+    def peak(self) -> tuple[str, int]:
+        """Most frequent name of the most attended token, and the number of sequences with it.
 
-    def peak(self, head: int) -> tuple[str, int]:
-        """Return the most frequent name of the most attended token, and the number of sequences with it.
-
-        The name is empty if fewer than half of the sequences share it. If names are equally frequent, the
-        longest wins, because it says most.
+        The name is empty if fewer than half of the sequences share it. If names are equally frequent, a name
+        of text and position wins.
         """
-        names = self.names[head].items()
-        name, count = max(names, key=lambda item: (item[1], len(item[0]), item[0]), default=("", 0))
-        return (name, count) if 2 * count >= self.named[head] else ("", 0)
-
-    def grid(self, head: int) -> tuple[int, int] | None:
-        """Return rows and columns of a membership map; None if the map has only part of the tokens."""
-        return self.grids[head] if len(self.memberships[head]) == self.longest[head] else None
+        names = self.names.items()
+        name, count = min(names, key=lambda item: (-item[1], ", " not in item[0], item[0]), default=("", 0))
+        return (name, count) if 2 * count >= self.named else ("", 0)
 
 
 def patch_grid(tokens: int, image: tuple[int, int] | None) -> tuple[int, int] | None:
@@ -183,10 +158,8 @@ def peak_names(names: TokenNames, ids: "Tensor | None", column: int, sources: in
     ``ids`` are the token ids of the columns without padding, None if unknown; ``sources`` counts the columns.
     """
     place = {0: "the first token", sources - 1: "the last token"}.get(column, f"token {column}")
-    if ids is None:
-        return {place}
-    text = names.text(int(ids[column]))
-    return {place, text, f"{text}, {place}"}
+    text = f"token {column}" if ids is None else names.text(int(ids[column]))
+    return {place, text} | (set() if ids is None else {f"{text}, {place}"})
 
 
 def image_size(batch: "Batch | None") -> tuple[int, int] | None:

@@ -125,7 +125,10 @@ def measure_heads(
     _add_examples(statistics, measured, image_size(batch))
     if names is not None:
         peaks = [columns for sequences in measured for columns in sequences.peaks]
-        statistics.examples.add_names(names.peaks(site, batch, peaks))
+        for sequence in names.peaks(site, batch, peaks):
+            for example, called in zip(statistics.examples, sequence, strict=True):
+                example.named += bool(called)
+                example.names.update(called)
     return statistics
 
 
@@ -146,15 +149,16 @@ def _over_windows(values: Floats, real: NDArray[np.bool_], *, complete: bool) ->
 def _add_examples(
     statistics: HeadStatistics, batches: list[HeadBatch], image: tuple[int, int] | None
 ) -> None:
-    examples = statistics.examples
     for batch in batches:
-        for tokens, masks in zip(batch.measures["tokens"].tolist(), batch.masks, strict=False):
-            examples.see_lengths(tokens, [mask.name for mask in masks])
-        for spectra in batch.spectra:
-            examples.spectra = [old or new for old, new in zip(examples.spectra, spectra, strict=True)]
-        for maps in batch.memberships:
-            examples.memberships = [old or new for old, new in zip(examples.memberships, maps, strict=True)]
-    examples.grids = [patch_grid(len(shares), image) if shares else None for shares in examples.memberships]
+        lengths = batch.measures["tokens"].tolist()
+        for index, example in enumerate(statistics.examples):
+            for tokens, masks in zip(lengths, batch.masks, strict=False):
+                example.see_length(tokens[index], masks[index].name)
+            for spectra in batch.spectra:
+                example.spectrum = example.spectrum or spectra[index]
+            for memberships in batch.memberships:
+                example.membership = example.membership or memberships[index]
+            example.grid = patch_grid(len(example.membership), image) if example.membership else None
 
 
 def _batches(site: CapturedMixer, delta: float, method: RankMethod) -> Iterator[HeadBatch]:

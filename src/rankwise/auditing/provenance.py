@@ -33,7 +33,7 @@ PROBES, STEPS, SEED = 16, 64, 0
 """Number of random vectors, number of Lanczos steps, and random seed of rank estimates."""
 SAME = ("model", "model_class", "revision", "parameters", "delta", "model_dtype", "weights_digest")
 """Fields of `Provenance` that must be equal in audits to be merged."""
-LISTS, SUMS = ("notes", "random_weights", "data_digests"), ("batches", "sequences", "seconds")
+LISTS, SUMS = ("notes", "random_weights"), ("batches", "sequences", "seconds")
 """Fields of `Provenance` that are joined and added when audits are merged."""
 MERGED = (
     "merged audits have no required widths, no removable heads and no measures at initialization, which need "
@@ -186,5 +186,6 @@ def merged_provenance(abouts: Sequence[Provenance]) -> Provenance:
     }
     fields |= {name: sum(getattr(about, name) for about in abouts) for name in SUMS}
     fields["notes"] = list(dict.fromkeys([*fields["notes"], MERGED]))
+    fields["data_digests"] = sorted(chain(*(about.data_digests for about in abouts)))
     fields["data"] = "; ".join(sorted({text for about in abouts for text in about.data.split("; ")}))
     return abouts[0].model_copy(update=fields | {"skips_examined": False, "file_digests": {}})

@@ -28,6 +28,7 @@ SEVERITIES: dict[Severity, tuple[str, str]] = {
 }
 """Severities of findings, the most severe first, with their names in singular and plural."""
 SEVERITY_ORDER = {severity: order for order, severity in enumerate(SEVERITIES)}
+MaskName = Literal["full", "causal", "window", "other"]
 PEAK_MASS = 0.5
 """Smallest mean attention weight at which a token is named as the peak: no other token has more weight. If
 each row attends to the previous token, the largest mean weight is only about 1/S."""
@@ -147,7 +148,7 @@ class HeadOrigin(Record):
     """Index of the call of the module within its layer, from 0."""
     head: Count
     kind: str
-    mask: Literal["full", "causal", "window", "other"]
+    mask: MaskName
     """Columns to which rows may attend; reference ranks are computed under the same mask."""
     cross: bool = False
     sequences: Count

@@ -228,7 +228,7 @@ class Run:
             )  # fmt: skip
             if self.maps is not None and statistics.mixer not in self.statistics.heads:
                 for place, attention_map in self.maps.record(site, heads, self._batch).items():
-                    statistics.examples.attention_maps[place] = attention_map
+                    statistics.examples[place].attention_map = attention_map
             self.batch_statistics.add_heads(statistics)
         self._on_progress(self.batches, site.name)
 

@@ -5,13 +5,14 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rankwise._internals.records import Address, grouped
 from rankwise._internals.statistics import Floats, Moments, mean
-from rankwise.auditing.examples import NAMES_KEPT, Examples
+from rankwise.auditing.examples import NAMES_KEPT, HeadExamples
 from rankwise.auditing.measure_table import HEAD_MEASURES, STATE_MEASURES
 from rankwise.auditing.records import (
     AtInit,
@@ -65,7 +66,7 @@ class HeadStatistics:
     nonfinite_sequences: Floats
     estimated_sequences: Floats
     """Numbers of sequences with NaN or estimated ranks, (H,) each; a window counts as a fraction."""
-    examples: Examples
+    examples: list[HeadExamples]
     head_dim: int | None = None
     heads_per_group: int = 1
     logits: "LogitMoments | None" = None
@@ -82,7 +83,7 @@ class HeadStatistics:
             stderr={name: Moments.empty(number) for name in ERRORS},
             distances=Moments.empty(number, number),
             **counts,
-            examples=Examples.empty(number),
+            examples=[HeadExamples() for _ in heads],
         )
 
     def merge(self, other: "HeadStatistics") -> None:
@@ -97,7 +98,8 @@ class HeadStatistics:
         self.distances.merge(other.distances)
         for name in COUNTS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.examples.merge(other.examples)
+        for example, more in zip(self.examples, other.examples, strict=True):
+            example.merge(more)
         self.head_dim = other.head_dim if self.head_dim is None else self.head_dim
         if self.logits is not None and other.logits is not None:
             self.logits = self.logits + other.logits
@@ -123,24 +125,26 @@ class HeadStatistics:
             sequences, estimated = int(finite[index]), round(float(self.estimated_sequences[index]))
             counts = {name: int(numbers[name][0][index]) for name in MEANS}
             counts |= {f"stderr of {name}": int(errors[name][0][index]) for name in ERRORS}
-            peak, peak_sequences = self.examples.peak(index)
+            example = self.examples[index]
+            peak, peak_sequences = example.peak
+            # a map of a part of the tokens is no grid
+            grid = example.grid if len(example.membership) == example.longest else None
             fields: dict[str, Any] = {name: float(mean[index]) for name, (_, mean, _) in numbers.items()}
             record = HeadRecord(
                 **fields,
                 stack=self.mixer.stack, site=self.mixer.site, layer=self.mixer.layer or 0,
                 call=self.mixer.call, head=head, kind=self.kind, cross=self.cross, head_dim=self.head_dim,
                 heads_per_group=self.heads_per_group,
-                mask=self.examples.masks[index],  # type: ignore[arg-type]
-                sequences=sequences, nonfinite_sequences=int(self.nonfinite_sequences[index]),
-                estimated_sequences=estimated,
-                membership_map=self.examples.memberships[index], membership_grid=self.examples.grid(index),
+                mask=example.mask, sequences=sequences, estimated_sequences=estimated,
+                nonfinite_sequences=int(self.nonfinite_sequences[index]),
+                membership_map=example.membership, membership_grid=grid,
                 nearest_head=nearest[index], nearest_head_distance=float(distance[index]),
                 required_head_dim=float(needed[index]),
                 std={name: float(std[index]) for name, (_, _, std) in numbers.items() if name not in SIZES},
                 stderr={name: float(errors[name][1][index]) for name in ERRORS} if estimated else {},
                 counts={name: count for name, count in counts.items() if 0 < count < sequences},
-                max_token=peak, max_token_sequences=peak_sequences, spectrum=self.examples.spectra[index],
-                attention_map=self.examples.attention_maps[index],
+                max_token=peak, max_token_sequences=peak_sequences, spectrum=example.spectrum,
+                attention_map=example.attention_map,
                 merging=self._merge_data(index),
             )  # fmt: skip
             records.append(record)
@@ -172,7 +176,7 @@ class HeadStatistics:
             stderr={name: moments(f"stderr of {name}", errors(name)) for name in ERRORS},
             distances=_distances_of(records),
             **counts,
-            examples=Examples.from_records(records),
+            examples=[HeadExamples.from_record(record) for record in records],
             head_dim=first.head_dim,
             heads_per_group=first.heads_per_group,
         )
@@ -193,12 +197,13 @@ class HeadStatistics:
         count, mean, _ = (numbers[head].copy() for numbers in self.distances.to_record())
         mean[head] = np.nan
         known = slice(None if np.isfinite(mean).any() else 0)
-        by_frequency = sorted(self.examples.names[head].items(), key=lambda item: (-item[1], item[0]))
+        example = self.examples[head]
+        by_frequency = sorted(example.names.items(), key=lambda item: (-item[1], item[0]))
         return MergeData(
-            longest=int(self.examples.longest[head]),
+            longest=int(example.longest),
             distances=mean[known].tolist(),
             pairs=count[known].astype(int).tolist(),
-            named=self.examples.named[head],
+            named=example.named,
             names=dict(by_frequency[:NAMES_KEPT]),
         )
 
@@ -319,8 +324,8 @@ class AuditStatistics(ModelStatistics):
 
     def merge_audit(self, other: "AuditStatistics") -> None:
         """Add a saved audit of other sequences, without its attention maps: `texts` has other tokens."""
-        for heads in other.heads.values():
-            heads.examples.attention_maps = [None] * len(heads.heads)
+        for example in chain(*(heads.examples for heads in other.heads.values())):
+            example.attention_map = None
         self.merge(other)
         self.complete = self.complete and other.complete
         self.uncaptured = list(dict.fromkeys([*self.uncaptured, *other.uncaptured]))

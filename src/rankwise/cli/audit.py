@@ -134,7 +134,7 @@ def command(
 
     models, is_demo = models or [], not models
     codes = check_codes(fail_on or [])
-    settings = AuditSettings.of(delta=delta, rank_method=rank_method, attention_maps=attention_maps)  # type: ignore[arg-type]
+    settings = AuditSettings.of(delta=delta, rank_method=rank_method, attention_maps=attention_maps)
     if is_demo and images is None and dataset is None:
         text = text or demo_text()
     costs = parse_importance(importance, is_demo, importance_tolerance, importance_loss, only_loss=loss)

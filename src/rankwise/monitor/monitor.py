@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ from rankwise.auditing.history import History
 from rankwise.auditing.match_findings import finding_changes
 from rankwise.auditing.records import Finding
 from rankwise.auditing.remedies import remedy_text
-from rankwise.auditing.settings import AuditOptions, AuditSettings, check_callable
+from rankwise.auditing.settings import AuditSettings, check_callable
 from rankwise.errors import InputError, first_line, whole_number
 from rankwise.monitor.folder import AuditFolder
 
@@ -110,7 +110,7 @@ class RankMonitor:
         resume: bool = False,
         log: Callable[[dict[str, float], int], None] | None = None,
         on_finding: Callable[[int, Finding], None] | None = None,
-        **options: Unpack[AuditOptions],
+        **options: Any,
     ) -> None:
         self.batches = _checked_probe(probe)
         self.every = whole_number("`every`", every, fix=f"Take {EVERY}.")
