@@ -134,14 +134,12 @@ def test_written_skips_can_be_loaded_and_changed_again(run: Run, tiny: Path, tmp
     ("kind", "options", "values"),
     [
         (None, (), {"0": [1], "1": [1]}),
-        (None, ("--per", "channel"), {"0": [1] * 32, "1": [1] * 32}),
-        (None, ("--per", "layer", "--lambda", -2), {"0": [-2], "1": [-2]}),  # as remedies of COLLAPSE can be
+        (None, ("--lambda", -2), {"0": [-2], "1": [-2]}),  # as remedies of COLLAPSE can be
         (None, ("--lambda", 0), {"0": [0], "1": [0]}),
         ("layer", ("--lambda", 0), {"0": [0]}),
         ("layer", (), {"0": [0.75]}),
         ("layer", ("--lambda", 2, "--sites", "model.layers.1"), {"0": [0.75], "1": [2]}),
         ("channel", ("--sites", "model.layers.1"), {"0": [0.75] * 32, "1": [1] * 32}),
-        ("channel", ("--per", "channel"), {"0": [0.75] * 32}),
     ],
 )
 def test_new_and_saved_skips(run, tiny, kind, options, values) -> None:
@@ -289,7 +287,6 @@ LOST = ("--fit-on", "text.txt", "--steps", 1, "--lr", "1e30")
         ("nowhere", ("--certify",), InputError, "expected one of --text, --fit-on, --dataset, got none"),
         ("nowhere", ("--certify", "--text", "none.txt"), InputError, "none.txt: expected a text file"),
         ("tiny", (*ON_TEXT, "--certify", "--revision", "v1"), InputError, "revision v1: expected a model on"),
-        ("nowhere", (*ON_TEXT, "--certify", "--per", "chanel"), InputError, "Did you mean channel"),
         ("tiny", (*ON_TEXT, "--certify", "--sites", "model.layer.0"), SkipError, "Did you mean"),
         (
             "nowhere",
@@ -315,7 +312,6 @@ LOST = ("--fit-on", "text.txt", "--steps", 1, "--lr", "1e30")
             SkipError,
             "Known: model.layers.0, mo",
         ),
-        ("some", (*ON_TEXT, "--certify", "--per", "channel"), InputError, "--per layer, as the λ saved in s"),
         ("nowhere", ("--certify", "--try-steps", 1), InputError, "got --try-steps and --certify"),
         ("nowhere", ("--try-steps", 1, "--sites", "a"), InputError, "got --try-steps and --sites"),
         ("nowhere", ("--certify", "--alternative", "a"), InputError, "got --certify and --alternative"),
