@@ -389,17 +389,6 @@ def test_the_checkpoint_decides_on_the_cache(run: Run, tiny: Path, use_cache: bo
     assert AutoConfig.from_pretrained("new").use_cache is use_cache
 
 
-def test_paths_are_printed_as_they_are(run: Run, tiny: Path) -> None:
-    assert "new[/b]:boom:" in run(tiny, *ON_TEXT, "--out", "new[/b]:boom:").output
-
-
-@pytest.mark.parametrize(
-    "option", [("--steps", -1), ("--tokens", 1), ("--sequences", 0), ("--batch-size", 0)]
-)
-def test_numbers_have_a_least_value(run: Run, option: tuple[str, int]) -> None:
-    assert run("nowhere", "--certify", *option).exit_code == 2
-
-
 def split(batches: list[Any], model: nn.Module | None = None, **how: Any) -> tuple[list[Any], list[Any]]:
     loaded = LoadedModel(nn.Linear(1, 1) if model is None else model, "tiny")
     return skip.split_batches(LoadedData(batches, "made up"), loaded, **how)

@@ -219,7 +219,7 @@ def dataset_texts(spec: str, *, rows: int = 4096) -> list[str]:
 def _check_dataset(spec: str) -> DatasetSpec:
     """Return the parts of a data set's name; raise `InputError` if it is a path to a missing file."""
     parsed = parse_dataset(spec)
-    need_package("datasets", "--dataset", "data")
+    need_package("datasets", spec, "data")
     name = parsed.name
     is_path = name.startswith(("/", ".", "~")) or _ending(name) in READERS
     if is_path and not Path(name).exists():
