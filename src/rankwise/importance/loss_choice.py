@@ -162,18 +162,9 @@ def _fitting_loss(model: nn.Module, batch: LossBatch, output: Any, settings: Imp
     if name in makers:
         return makers[name]()
     if name == "own":
-        if returned is None:
-            raise InputError(
-                "loss 'own'", expected="a model that returns its `loss`", got="none",
-                fix=f"Put `labels` into the batches. {LOSS_HINT}",
-            )  # fmt: skip
         return FunctionLoss(lambda output, batch: loss_of(output), "the model's own, one number a batch")
     logits = named_tensor(output, "logits")
-    compared: Loss = StateLoss()
-    if logits is not None and logits.dim() in (2, 3):
-        compared = DivergenceLoss()
-    else:
-        first_floating(output)  # raises if there is nothing to compare
+    compared = DivergenceLoss() if logits is not None and logits.dim() in (2, 3) else StateLoss()
     if labels is not None and settings.loss == "auto":
         compared.note = _unused(labels, "they are not one class per position of the output")
     return compared

@@ -323,7 +323,7 @@ class FunctionLoss(Loss):
             raise InputError(
                 f"loss {self.name!r}", expected="a floating-point tensor (B,), or one number",
                 got=f"{tuple(lost.shape)} {lost.dtype}" if isinstance(lost, Tensor) else type(lost).__name__,
-                fix="Let it return the loss of each sequence.",
+                fix="Let the function return the loss of each sequence, or put `labels` into the batches.",
             )  # fmt: skip
         total = as_float64(lost.reshape(-1))
         return SequenceLosses(total, torch.ones_like(total))
