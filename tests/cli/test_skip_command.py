@@ -22,7 +22,7 @@ from rankwise.cli.load_data import LoadedData
 from rankwise.cli.load_model import LoadedModel
 from rankwise.compression import save_compressed
 from rankwise.errors import InputError
-from rankwise.importance.loss_choice import ModelLoss
+from rankwise.importance.losses import Loss
 from rankwise.skips import (
     SkipError,
     add_lambda_skip,
@@ -157,7 +157,7 @@ def test_new_and_saved_skips(run, tiny, kind, options, values) -> None:
 
 @pytest.mark.parametrize("moment", ["a step", "the loss after the fit"])
 def test_ctrl_c_keeps_the_fitted_lambda(run, tiny, tmp_path, monkeypatch, moment: str) -> None:
-    kind, name = (torch.optim.Adam, "step") if moment == "a step" else (ModelLoss, "mean")
+    kind, name = (torch.optim.Adam, "step") if moment == "a step" else (Loss, "mean")
     whole, calls = getattr(kind, name), []
 
     def interrupted(*given: Any) -> Any:

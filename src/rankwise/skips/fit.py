@@ -16,8 +16,8 @@ from rankwise._internals.forward import batch_errors, config_value, device_of, e
 from rankwise._internals.parameters import parameter_groups
 from rankwise.auditing.error_hints import fix_hint
 from rankwise.errors import InputError, SkipError, in_range, whole_number
-from rankwise.importance.loss_choice import ModelLoss, model_loss
-from rankwise.importance.losses import IGNORE_INDEX, token_ids
+from rankwise.importance.loss_choice import model_loss
+from rankwise.importance.losses import IGNORE_INDEX, Loss, token_ids
 from rankwise.importance.settings import ImportanceSettings
 from rankwise.skips.add import add_lambda_skip, check_finite, check_values, skips_of
 from rankwise.skips.hook_places import check_module
@@ -173,7 +173,7 @@ def skip_parameter_groups(
 
 def fitting_loss(
     model: nn.Module, batches: Iterable[Batch], mask_token: int | None = None
-) -> tuple[ModelLoss, list[Batch]]:
+) -> tuple[Loss, list[Batch]]:
     """Return the loss that fits a model, and the batches with labels if an encoder-decoder lacks them.
 
     Raise if the batches have nothing to predict.
