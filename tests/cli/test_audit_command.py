@@ -51,20 +51,6 @@ def test_initialization_is_shown_next_to_the_model(run: Run, tiny: Path, tmp_pat
     assert "at initialization, built from its configuration, on the same data, seeds 0, 1" in said
 
 
-def test_saved_audits_are_merged(run: Run, tiny: Path, tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        (tmp_path / f"{name}.txt").write_text(f"Call me {name}, some years ago. " * 40)
-        assert (
-            run("audit", tiny, *DATA, "--text", f"{name}.txt", "--sequences", 2, "--out", name).exit_code == 0
-        )
-    done = run("merge", "a", "b", "--out", "both", "--fail-on", "NONFINITE")
-    assert done.exit_code == 0, done.output
-    alone = Audit.merge([Audit.load(tmp_path / name) for name in ("a", "b")])
-    both = Audit.load(tmp_path / "both")
-    assert [head.model_dump_json() for head in both.heads] == [head.model_dump_json() for head in alone.heads]
-    assert alone.heads[0].sequences == 4
-
-
 def test_a_chosen_head_keeps_its_matrix_with_the_tokens(run: Run, tiny: Path, tmp_path: Path) -> None:
     data = (*DATA, "--sequences", 2)
     assert run("audit", tiny, *data, "--attention-maps", "1:0").exit_code == 0

@@ -183,14 +183,6 @@ def test_a_folder_of_audits_is_compared_in_order(audited: Result, run: Run, home
     assert rows_of(same) == rows_of(result)
 
 
-def test_two_audits_are_compared_with_a_page(audited: Result, run: Run, home: Path) -> None:
-    paths = ("audits/checkpoint-90", "audits/checkpoint-1000")
-    result = run("compare", *paths, "--out", "c.html", "--out", "c.json")
-    assert result.exit_code == 0, result.output
-    assert "Changes by layer" in result.output
-    assert "Where heads changed" in (home / "c.html").read_text()
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

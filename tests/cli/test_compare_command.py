@@ -91,8 +91,3 @@ def test_audits_of_a_folder_are_in_the_order_of_time_without_those_of_failed_run
     assert result.stderr == "rankwise: run/failed is left out: it is incomplete\n"
     names = [line.split(",")[1] for line in Path("run.csv").read_text().splitlines()[1:]]
     assert list(dict.fromkeys(names)) == ["small", "medium", "large"]
-
-
-def test_no_file_is_written_without_out(audits: tuple[Audit, Audit], tmp_path: Path) -> None:
-    assert CliRunner().invoke(app, ["compare", "weak.json", "strong.json"]).exit_code == 0
-    assert {path.name for path in tmp_path.iterdir()} == {"weak.json", "strong.json"}

@@ -1,6 +1,5 @@
 """`rankwise plan`: plans from numbers and trained models; refusals; Ctrl-C."""
 
-import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -141,20 +140,3 @@ def test_heads_of_the_demo_require_the_widths_that_plans_without_a_model_state(r
     plan = HeadDimPlan.load("rankwise-plan")
     assert plan.head_dim == 12
     assert all(15 <= head.required_head_dim <= 30 and head.head_dim == 32 for head in plan.trained)
-
-
-def test_the_recorded_command_plans_the_same(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    few = ("--tokens", "32", "--trials", "2", "--hidden-size", "16", "--heads", "2", "--out", "my plan")
-    monkeypatch.setattr("sys.argv", ["rankwise", "plan", *few])
-    assert run(*few).exit_code == 0
-    first = HeadDimPlan.load("my plan")
-    shutil.rmtree("my plan")
-    name, command, *arguments = shlex.split(first.about["command"])
-    assert (name, command) == ("rankwise", "plan")
-    assert run(*arguments).exit_code == 0
-    again = HeadDimPlan.load("my plan")
-    assert again.model_copy(update={"about": first.about}) == first
-
-
-def test_help_shows_examples(run: Run) -> None:
-    assert "rankwise plan --tokens 2048 --mask causal" in run("--help").output

@@ -20,7 +20,6 @@ READERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parque
 """Endings of data files, and the reader of `datasets` for each ending."""
 TOKENIZER_FILE = re.compile(r"tok|vocab|merges|spiece|sentencepiece|spm|bpe|tekken|dict")
 """Names of files that tokenizers of transformers read contain one of these words."""
-DRIVE = re.compile(r"^[A-Za-z]:[\\/]")
 
 
 @dataclass(frozen=True)
@@ -177,16 +176,14 @@ def parse_dataset(spec: str) -> DatasetSpec:
     """
     if spec and Path(spec).exists():
         return DatasetSpec(spec)
-    drive = DRIVE.match(spec)
-    head = drive.group() if drive else ""
-    name, *rest = re.split(r":(?![^\[]*\])", spec[len(head) :])  # not the colon in test[:100]
-    if len(rest) > 2 or not head + name:
+    name, *rest = re.split(r":(?![^\[]*\])", spec)  # not the colon in test[:100]
+    if len(rest) > 2 or not name:
         got = f"{len(rest) + 1} parts" if name else "no name"
         fix = "For instance: --dataset stanfordnlp/imdb:test:text"
         expected = "NAME[@CONFIG][:SPLIT[:COLUMN]]"
         raise InputError(f"--dataset {spec!r}", expected=expected, got=got, fix=fix)
     split, column = (*rest, "", "")[:2]
-    name, config = head + name, ""
+    config = ""
     if not Path(name).exists():
         name, _, config = name.partition("@")
     return DatasetSpec(name, config, split, column or "text")
@@ -222,9 +219,9 @@ def dataset_texts(spec: str, *, rows: int = 4096) -> list[str]:
 def _check_dataset(spec: str) -> DatasetSpec:
     """Return the parts of a data set's name; raise `InputError` if it is a path to a missing file."""
     parsed = parse_dataset(spec)
-    need_package("datasets", "--dataset", "data")
+    need_package("datasets", spec, "data")
     name = parsed.name
-    is_path = name.startswith(("/", ".", "~")) or DRIVE.match(name) or _ending(name) in READERS
+    is_path = name.startswith(("/", ".", "~")) or _ending(name) in READERS
     if is_path and not Path(name).exists():
         raise InputError(name, expected="a data file or folder", got="no such file", fix="Check the path.")
     return parsed

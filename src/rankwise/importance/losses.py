@@ -2,17 +2,18 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from rankwise._internals.batches import Batch, tensors_of
+from rankwise._internals.batches import Batch, drop_unused_labels, tensors_of, to_device
+from rankwise._internals.forward import device_of, eval_mode, run_model
 from rankwise._internals.linalg import as_float64
 from rankwise.errors import InputError
 
@@ -156,6 +157,35 @@ class Loss(ABC):
     def read(self, output: Any, batch: LossBatch) -> SequenceLosses:
         """Return the loss of each sequence, differentiable by the output."""
 
+    def __call__(self, model: nn.Module, batch: Batch, number: int = 0) -> Tensor:
+        """Return the mean loss per label of a batch; differentiable, and in the mode of the model.
+
+        ``number`` is the index of the batch: masked tokens are drawn with the seed plus this number. Raise if
+        the loss compares outputs.
+        """
+        losses = self.read(*self._run(model, batch, number))
+        return losses.total.sum() / losses.count.sum()
+
+    def mean(self, model: nn.Module, batches: Iterable[Batch]) -> float:
+        """Return the mean loss per label of all batches, in evaluation mode and without gradients."""
+        total = count = 0.0
+        with eval_mode(model), torch.no_grad():
+            for number, batch in enumerate(batches):
+                losses = self.read(*self._run(model, batch, number))
+                total, count = total + float(losses.total.sum()), count + float(losses.count.sum())
+        return total / count if count else math.nan
+
+    def correct(self, model: nn.Module, batch: Batch, number: int = 0) -> tuple[int, int]:
+        """Return the number of labels of a batch that the model predicts, and the number of labels.
+
+        Both are 0 if the labels are not classes.
+        """
+        return 0, 0
+
+    def _run(self, model: nn.Module, batch: Batch, number: int) -> tuple[Any, LossBatch]:
+        prepared = self.prepare(drop_unused_labels(model, batch)[0], batch, number)
+        return run_model(model, to_device(prepared.batch, device_of(model))), prepared
+
     def probe(self, output: Any, batch: LossBatch, generator: torch.Generator) -> Float[Tensor, " B"]:
         """Return a random projection of the output per sequence; called only if `half` is above 0.
 
@@ -211,6 +241,14 @@ class LabelLoss(Loss):
         extended = F.pad(labels, (0, logits.shape[1] - labels.shape[1]), value=IGNORE_INDEX)
         lost = _by_tokens(_cross_entropy, logits, extended)[:, : labels.shape[1]]
         return SequenceLosses(as_float64(lost).sum(1), as_float64((labels != IGNORE_INDEX).sum(1)))
+
+    def correct(self, model: nn.Module, batch: Batch, number: int = 0) -> tuple[int, int]:
+        """Return the number of labels of a batch that the model predicts, and the number of labels."""
+        with eval_mode(model), torch.no_grad():
+            logits, labels = self.logits_and_labels(*self._run(model, batch, number))
+        counted = labels != IGNORE_INDEX
+        right = (logits[:, : labels.shape[1]].argmax(-1) == labels) & counted
+        return int(right.sum()), int(counted.sum())
 
     def probe(self, output: Any, batch: LossBatch, generator: torch.Generator) -> Tensor:
         """Return uᵀ · logits per sequence, for a random u with E u uᵀ = F, the Fisher matrix.
@@ -323,7 +361,7 @@ class FunctionLoss(Loss):
             raise InputError(
                 f"loss {self.name!r}", expected="a floating-point tensor (B,), or one number",
                 got=f"{tuple(lost.shape)} {lost.dtype}" if isinstance(lost, Tensor) else type(lost).__name__,
-                fix="Let it return the loss of each sequence.",
+                fix="Let the function return the loss of each sequence, or put `labels` into the batches.",
             )  # fmt: skip
         total = as_float64(lost.reshape(-1))
         return SequenceLosses(total, torch.ones_like(total))

@@ -16,7 +16,8 @@ from rankwise._internals.forward import batch_errors, device_of, eval_mode
 from rankwise._internals.parameters import parameter_groups
 from rankwise.auditing.error_hints import fix_hint
 from rankwise.errors import InputError, SkipError, in_range, whole_number
-from rankwise.importance.loss_choice import ModelLoss, model_loss
+from rankwise.importance.loss_choice import model_loss
+from rankwise.importance.losses import Loss
 from rankwise.importance.settings import ImportanceSettings
 from rankwise.skips.add import add_lambda_skip, check_finite, check_values, skips_of
 from rankwise.skips.hook_places import check_module
@@ -171,7 +172,7 @@ def skip_parameter_groups(
     return [{"params": scales, "weight_decay": 0.0, **rate}, *others]
 
 
-def fitting_loss(model: nn.Module, batches: Sequence[Batch], mask_token: int | None = None) -> ModelLoss:
+def fitting_loss(model: nn.Module, batches: Sequence[Batch], mask_token: int | None = None) -> Loss:
     """Return the loss that fits a model and its batches; raise if the batches have nothing to predict."""
     check_module(model)
     with batch_errors(model, batches[0], fix_hint):
