@@ -123,7 +123,7 @@ def test_a_cache_changes_no_output(part: str, family: str) -> None:
         assert done.cache_bytes_after <= FOUND[part][0]["kv"] * done.cache_bytes_before
     assert torch.equal(in_steps(copy.deepcopy(model), BATCH)[0], stepped)
     generate: Any = model.generate
-    for beams in (1, 3):
+    for beams in (1, 3) if (part, family) in SOME else ():
         options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "num_beams": beams}
         texts = [generate(BATCH["input_ids"], use_cache=cached, **options) for cached in (True, False)]
         assert texts[0].shape == (2, 18)

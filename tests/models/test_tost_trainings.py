@@ -44,10 +44,11 @@ ONE_EACH = ("language", "text", "image", "GPT-2 with λ-skips")
 """A kind for each way in which a model takes labels."""
 CASES = [
     *((kind, "accumulation") for kind in KINDS),
-    *((kind, case) for kind in ONE_EACH for case in ("label smoothing", "checkpointing")),
-    # what depends on the weights that a model has, not on its labels
-    *((kind, case) for kind in ("language", "GPT-2 with λ-skips") for case in ("compile", "resume")),
-    *((kind, case) for kind in ("language", "image") for case in ("bf16", "best model")),
+    *((kind, "label smoothing") for kind in ONE_EACH),
+    # what depends neither on labels nor on the kind of model
+    *(("language", case) for case in ("checkpointing", "compile", "resume", "bf16")),
+    ("image", "best model"),
+    ("GPT-2 with λ-skips", "resume"),
 ]
 
 

@@ -1,8 +1,6 @@
 """TSSA inside torch: gradcheck, operator registration, torch.compile, autocast, dtypes."""
 
 import re
-import subprocess
-import sys
 import warnings
 
 import pytest
@@ -15,6 +13,7 @@ from tests.support.torch_names import (
     tree_leaves,
     zero_tensor,
 )
+from tests.unchecked import unchecked
 from tssa_cases import Case, outputs
 
 from rankwise.errors import InputError
@@ -157,45 +156,24 @@ def test_the_bare_kernel_runs_if_nothing_observes_torch(monkeypatch, is_causal):
         tssa(w, parameter, is_causal)
 
 
-COMPILED = """
-import torch
-from rankwise.ops import half_lives, tssa
-torch.manual_seed(0)
-ladder = half_lives(3, 1, 8)
-
-def layer(w, temperature, mask, bias, causal, decayed, state):
-    options = {"bias": bias, "half_life": ladder if decayed else None, "state": state} if causal else {}
-    result = tssa(w.sin(), temperature, causal, mask=mask, **options)
-    return (result.output, *(result.state or ()))
-
-for causal, decayed, masked, stated in [(0, 0, 1, 0), (1, 1, 1, 1)]:
-    torch.compiler.reset()
-    fast = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    w, temperature = torch.randn(2, 6, 3, 4, requires_grad=True), torch.ones(3, requires_grad=True)
-    bias = torch.randn(3, 20, requires_grad=True)
-    mask = torch.rand(2, 6) > 0.3 if masked else None
-    state = tssa(torch.randn(2, 3, 3, 4), torch.ones(3), True).state if stated else None
-    args = (w, temperature, mask, bias, bool(causal), bool(decayed), state)
-    results = []
-    for run in (fast, layer):
-        found = run(*args)
-        inputs = (w, temperature, bias) if causal else (w, temperature)
-        results.append([*found, *torch.autograd.grad(found[0].square().sum(), inputs)])
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b)
-    with torch.no_grad():
-        for a, b in zip(fast(*args), layer(*args), strict=True):
-            torch.testing.assert_close(a, b)
-    print("equal")
-"""
-
-
 def test_it_compiles_into_one_graph():
-    """In a process of its own: the checks of shapes that the tests switch on cannot be compiled."""
-    command = [sys.executable, "-c", COMPILED]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["equal"] * 2
+    case = Case((2, 6, 3, 4), True, masked=True, decayed=True, stated=True, biased=True, dtype=torch.float32)
+
+    def outputs_and_gradient(function):
+        found = function(case.w, case.temperature)
+        return [*found, *torch.autograd.grad(found[0].square().sum(), (case.w, case.temperature))]
+
+    def layer(w, temperature):
+        return tuple(outputs(tssa(w.sin(), temperature, **case.options)).values())
+
+    case.w.requires_grad_()
+    case.temperature.requires_grad_()
+    with unchecked():
+        fast = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        compiled = outputs_and_gradient(fast)
+        with torch.no_grad():
+            torch.testing.assert_close(fast(case.w, case.temperature), tuple(compiled[:-2]))
+    torch.testing.assert_close(compiled, outputs_and_gradient(layer))
 
 
 def refuse_float64_elsewhere(function, args, output):
