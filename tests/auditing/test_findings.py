@@ -27,6 +27,7 @@ from rankwise.auditing import (
     Audit,
     Finding,
     HeadRecord,
+    Provenance,
     Remedy,
     StateRecord,
     UncapturedModule,
@@ -355,6 +356,7 @@ def test_more_removable_heads_are_neither_worse_nor_better() -> None:
 
 HEALTHY = "Healthy: no collapse through depth, no inactive blocks, no constant heads."
 STATES = token_states(0.9, 0.8)
+ONE_BATCH = Provenance(model="m", delta=0.01, batches=1)
 
 
 @pytest.mark.parametrize(
@@ -370,7 +372,9 @@ STATES = token_states(0.9, 0.8)
             "Nothing was measured: no mixing operator and no token states were captured.",
         ),
         (
-            changed(audit(heads({})), complete=False),
+            changed(
+                audit(heads({})), complete=False, provenance=Provenance(model="m", delta=0.01, batches=1)
+            ),
             "Healthy: no constant heads. The audit stopped before the end: some measurements are missing.",
         ),
     ],

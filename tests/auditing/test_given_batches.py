@@ -276,13 +276,44 @@ def test_a_wrong_batch_keeps_earlier_batches() -> None:
         assert caught.value.audit.provenance.sequences == 4
 
 
-class FixedLength(OnlyX):
-    """Reads 4 tokens and no other number."""
+class Sizes(OnlyX):
+    """Raises if it gets more than `limit` tokens, or always with the words of other errors."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self.limit = limit
 
     def forward(self, ids: Tensor) -> Tensor:
-        return super().forward(nn.functional.one_hot(ids.reshape(-1, 4), 8).float())
+        if ids.shape[1] > self.limit:
+            raise RuntimeError("group_size: expected the size and dtype of tokens in range, image_size 3")
+        return super().forward(nn.functional.one_hot(ids, 8).float())
 
 
-def test_a_length_that_the_model_cannot_read_is_named() -> None:
-    with pytest.raises(AuditError, match=r"over \(1, 5\), got .*Can the model read 5 tokens\?.*`--tokens`"):
-        rw.audit(FixedLength(), [torch.ones(1, 5, dtype=torch.int64)])
+@pytest.mark.parametrize("limit", [5, 4, 1])
+def test_a_hint_on_length_follows_from_a_run_on_fewer_tokens(limit: int) -> None:
+    """Words of a message such as "size" prove nothing."""
+    with pytest.raises(AuditError, match="group_size") as caught:
+        rw.audit(Sizes(limit), [torch.ones(1, 8, dtype=torch.int64)])
+    said = "It runs on the first 4 of 8 tokens: cut them (`--tokens`)."
+    assert (said in str(caught.value)) == (limit >= 4)
+    assert str(caught.value).endswith((said, "to see the whole traceback."))
+    assert rw.audit(Sizes(limit), [torch.ones(1, limit, dtype=torch.int64)]).complete
+
+
+def test_hints_name_what_numbers_prove() -> None:
+    for batch, said in (
+        ({"input_ids": IDS + 300}, "A token id is not below the 300"),
+        ({"input_ids": IDS.repeat(1, 20)}, "tokens are more than the 40 positions"),
+    ):
+        with pytest.raises(AuditError, match=said):
+            rw.audit(bert(), [batch])
+    with pytest.raises(AuditError, match=r"Cast the batch to torch\.float32"):
+        rw.audit(OnlyX(), [torch.ones(1, 5, 8, dtype=torch.float64)])
+
+
+def test_an_audit_that_ends_in_its_first_batch_gives_no_verdict() -> None:
+    model = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), Sizes(0)).eval()
+    with pytest.raises(AuditError) as caught:
+        rw.audit(model, [torch.randn(2, 5, 8)])
+    assert caught.value.audit is not None
+    assert caught.value.audit.verdict.sentence.startswith("No verdict: the first batch did not finish.")

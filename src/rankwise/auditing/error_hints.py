@@ -1,12 +1,14 @@
 """Hints on how to fix a batch on which a model raised an exception."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from rankwise._internals.batches import argument_names, tensors_in, tensors_of
-from rankwise._internals.forward import TRACEBACK, config_value, tower_hint
+from rankwise._internals.batches import argument_names, map_tensors, tensors_in, tensors_of
+from rankwise._internals.forward import TRACEBACK, config_value, out_of_memory, run_model, tower_hint
 from rankwise._internals.torch_private import original_of
 from rankwise.errors import did_you_mean
 
@@ -45,28 +47,28 @@ def fix_hint(model: nn.Module, batch: Any, error: Exception) -> str:
             f"The model was called with all {len(batch)} items of it: if the last are labels, pass "
             f"`[(x,) for x, *labels in batches]`. {TRACEBACK}"
         )
-    return TRACEBACK + _hint_from_message(model, batch, str(error))
+    return TRACEBACK + _hint_from_numbers(model, batch, error)
 
 
-def _hint_from_message(model: nn.Module, batch: Any, message: str) -> str:
-    message = message.lower()
-    ids = [tensor for tensor in tensors_of(batch).values() if not tensor.is_floating_point()]
+def _hint_from_numbers(model: nn.Module, batch: Any, error: Exception) -> str:
+    """Return a hint that sizes, ids or types prove; words of a message may be those of another error."""
+    tensors = tensors_of(batch).values()
+    ids = [tensor for tensor in tensors if not tensor.is_floating_point() and tensor.numel()]
     longest = max((tensor.shape[-1] for tensor in ids if tensor.dim() > 1), default=0)
     words, positions = config_value(model, "vocab_size"), positions_of(getattr(model, "config", None))
+    weight = next(model.parameters(), None)
+    if out_of_memory(error):
+        return " Use smaller batches or shorter sequences."
+    if isinstance(words, int) and words and any(int(tensor.max()) >= words for tensor in ids):
+        return f" A token id is not below the {words} that the model knows: is it the model's own tokenizer?"
     if positions is not None and positions < longest:
         return f" Its {longest} tokens are more than the {positions} positions of the model: cut them."
-    if "out of memory" in message or "can't allocate" in message:
-        return " Use smaller batches or shorter sequences."
-    if any(phrase in message for phrase in ("index out of range", "out of bounds", "indexselect")):
-        if isinstance(words, int) and words and any(int(x.max()) >= words for x in ids if x.numel()):
-            return (
-                f" A token id is not below the {words} that the model knows: is it the model's own tokenizer?"
-            )
-        return " The usual cause is a sequence that is too long, an unknown token id or a wrong label."
-    if longest and any(phrase in message for phrase in ("shape", "size")):
-        return f" Can the model read {longest} tokens? If not, cut them (`--tokens`)."
-    if any(phrase in message for phrase in ("dtype", "same type", "scalar type")):
-        return " Cast the batch to the dtype of the weights, or the model to the dtype of the batch."
+    if weight is not None and any(x.is_floating_point() and x.dtype != weight.dtype for x in tensors):
+        return f" Cast the batch to {weight.dtype}, the dtype of the weights."
+    half = map_tensors(batch, lambda x: x[:, : longest // 2] if x.dim() == 2 and x.shape[1] == longest else x)
+    with suppress(Exception), torch.no_grad():
+        run_model(model, half)
+        return f" It runs on the first {longest // 2} of {longest} tokens: cut them (`--tokens`)."
     return ""
 
 

@@ -39,6 +39,8 @@ def verdict_of(audit: "Audit") -> Verdict:
         sentence = ("Not healthy: " if errors else "Worth a look: ") + _listed(severe, several)
     elif not audit.heads and not audit.states:
         sentence = "Nothing was measured: no mixing operator and no token states were captured"
+    elif not audit.complete and not audit.provenance.batches:
+        sentence = "No verdict: the first batch did not finish"
     else:
         sentence = _healthy(audit, named, several)
     sentences = [f"{sentence}.", *([] if audit.complete else [STOPPED])]
