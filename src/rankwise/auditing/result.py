@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from rankwise._internals import report_package
-from rankwise._internals.files import write_file
-from rankwise._internals.records import Address, SavedRecord
+from rankwise._internals.files import SavedRecord, write_file
+from rankwise._internals.records import Address
 from rankwise.auditing.at_init import heads_at_init, states_at_init
 from rankwise.auditing.findings import diagnose
 from rankwise.auditing.provenance import check_mergeable, check_same, describe_method
