@@ -304,7 +304,7 @@ LOST = ("--fit-on", "text.txt", "--steps", 1, "--lr", "1e30")
             "nowhere",
             (*ON_TEXT, "--certify", "--lambda", "nan"),
             SkipError,
-            "--lambda: expected a finite number",
+            "--lambda: expected a number in",
         ),
         (
             "some",

@@ -3,12 +3,10 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -81,11 +79,6 @@ def test_each_channel_can_have_its_own_lambda(name: str) -> None:
     with torch.no_grad():
         next(iter(skips.values()))[3] = 2.0
     assert not same(outputs(model, batch), before)
-
-
-@pytest.mark.parametrize("init", [np.float32(2), np.int64(2), Fraction(2)], ids=repr)
-def test_lambda_may_have_any_real_type(init: Any) -> None:
-    assert {parameter.item() for parameter in add_lambda_skip(bert(), init=init).values()} == {2.0}
 
 
 @pytest.mark.parametrize("init", [0, 1e-50])
@@ -272,7 +265,7 @@ def tost(**options: Any) -> nn.Module:
 
 
 IDS, ONE = text_inputs(), {"input_ids": torch.tensor([[3]])}
-INIT = "`init`: expected a finite number, in float32"
+INIT = "`init`: expected a number in"
 NOT_FINITE = "expected finite numbers.*got NaN or infinity in"
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str, dict[str, Any]]] = {
     **{

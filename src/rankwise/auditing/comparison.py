@@ -9,7 +9,8 @@ from typing import ClassVar, Literal, NamedTuple, TypeVar
 import numpy as np
 from pydantic import Field
 
-from rankwise._internals.records import Address, Count, Number, Record, SavedRecord, grouped
+from rankwise._internals.files import SavedRecord
+from rankwise._internals.records import Address, Count, Number, Record, grouped
 from rankwise._internals.statistics import mean
 from rankwise.auditing.match_findings import OUTCOMES, FindingChange, finding_changes
 from rankwise.auditing.measure_table import HEAD_MEASURES, STATE_MEASURES, HeadMeasure, StateMeasure

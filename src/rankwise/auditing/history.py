@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, overload
 
-from rankwise._internals.files import folder_name, write_file
-from rankwise._internals.records import WithPage
+from rankwise._internals.files import WithPage, folder_name, write_file
 from rankwise.auditing.comparison import Comparison, LayerKey, compare_two, layer_means, not_compared
 from rankwise.auditing.result import LOAD, Audit
 from rankwise.auditing.tables import Row, csv_text, data_frame, table

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from rankwise._internals import report_package
-from rankwise._internals.files import write_file
-from rankwise._internals.records import Address, SavedRecord
+from rankwise._internals.files import SavedRecord, write_file
+from rankwise._internals.records import Address
 from rankwise.auditing.findings import diagnose
 from rankwise.auditing.provenance import check_mergeable, describe_method, merged_provenance
 from rankwise.auditing.records import (

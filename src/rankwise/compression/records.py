@@ -5,7 +5,8 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from rankwise._internals.records import Number, Record, SavedRecord
+from rankwise._internals.files import SavedRecord
+from rankwise._internals.records import Number, Record
 from rankwise._internals.statistics import mean
 
 

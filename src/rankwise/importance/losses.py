@@ -175,13 +175,6 @@ class Loss(ABC):
                 total, count = total + float(losses.total.sum()), count + float(losses.count.sum())
         return total / count if count else math.nan
 
-    def correct(self, model: nn.Module, batch: Batch, number: int = 0) -> tuple[int, int]:
-        """Return the number of labels of a batch that the model predicts, and the number of labels.
-
-        Both are 0 if the labels are not classes.
-        """
-        return 0, 0
-
     def _run(self, model: nn.Module, batch: Batch, number: int) -> tuple[Any, LossBatch]:
         prepared = self.prepare(drop_unused_labels(model, batch)[0], batch, number)
         return run_model(model, to_device(prepared.batch, device_of(model))), prepared
@@ -241,14 +234,6 @@ class LabelLoss(Loss):
         extended = F.pad(labels, (0, logits.shape[1] - labels.shape[1]), value=IGNORE_INDEX)
         lost = _by_tokens(_cross_entropy, logits, extended)[:, : labels.shape[1]]
         return SequenceLosses(as_float64(lost).sum(1), as_float64((labels != IGNORE_INDEX).sum(1)))
-
-    def correct(self, model: nn.Module, batch: Batch, number: int = 0) -> tuple[int, int]:
-        """Return the number of labels of a batch that the model predicts, and the number of labels."""
-        with eval_mode(model), torch.no_grad():
-            logits, labels = self.logits_and_labels(*self._run(model, batch, number))
-        counted = labels != IGNORE_INDEX
-        right = (logits[:, : labels.shape[1]].argmax(-1) == labels) & counted
-        return int(right.sum()), int(counted.sum())
 
     def probe(self, output: Any, batch: LossBatch, generator: torch.Generator) -> Tensor:
         """Return uᵀ · logits per sequence, for a random u with E u uᵀ = F, the Fisher matrix.

@@ -4,7 +4,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from rankwise._internals.records import Address, Number, Record, SavedRecord
+from rankwise._internals.files import SavedRecord
+from rankwise._internals.records import Address, Number, Record
 
 
 class HeadDimCost(Record):

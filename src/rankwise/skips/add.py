@@ -1,8 +1,6 @@
 """Add λ-skips to a model in place (x + f(x) becomes λ·x + f(x)), return their parameters, and remove them."""
 
 import inspect
-import math
-import numbers
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -15,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from rankwise._internals.batches import Batch, check_batch
 from rankwise._internals.forward import config_value, device_of
 from rankwise._internals.torch_private import COMPILED_PREFIX, is_compiled, remove_forward_hooks
-from rankwise.errors import SkipError, did_you_mean, instance_of, one_of, strip_control
+from rankwise.errors import SkipError, did_you_mean, in_range, instance_of, one_of, strip_control
 from rankwise.skips.hook_places import (
     NOTES,
     SkipPlace,
@@ -81,7 +79,7 @@ class Skips(Mapping[str, nn.Parameter]):
 
 def add_lambda_skip(
     model: nn.Module,
-    init: float | numbers.Real = 1.0,
+    init: int | float = 1.0,
     learnable: bool = True,
     per: Per = "layer",
     sites: str | Iterable[str] | None = None,
@@ -159,7 +157,7 @@ def add_lambda_skip(
     skips = Skips(model, all_places, [*_notes_of_missed(model, places, missed), *_notes(all_places)])
     with torch.no_grad():
         for place in new:
-            skips[place.name].fill_(float(init))
+            skips[place.name].fill_(init)
     return skips
 
 
@@ -192,10 +190,9 @@ def _check_places(
         raise SkipError("`example`", expected=expected, got=got, fix=fix)
 
 
-def remove_lambda_skip(model: nn.Module, missing_ok: bool = False) -> None:
-    """Remove all λ-skips (example: `add_lambda_skip`); raise `SkipError` if none, unless ``missing_ok``."""
-    if not missing_ok:
-        check_skips(model)
+def remove_lambda_skip(model: nn.Module) -> None:
+    """Remove all λ-skips (example: `add_lambda_skip`); raise `SkipError` if there are none."""
+    check_skips(model)
     for module in model.modules():
         remove_forward_hooks(module, lambda hook: isinstance(hook, SkipHook))
         for place in list(vars(module).get(NOTES, ())):
@@ -275,13 +272,10 @@ def match_places(places: list[SkipPlace], sites: str | Iterable[str] | None) -> 
     return [place for place in places if place.name in chosen]
 
 
-def check_lambda(subject: str, value: object) -> None:
+def check_lambda(subject: str, value: int | float) -> None:
     """Raise if λ is not a finite number in float32; warn if it is 0."""
-    limits, expected = torch.finfo(torch.float32), "a finite number, in float32 too"
-    number: Any = value if isinstance(value, numbers.Real) and not isinstance(value, bool) else math.nan
-    if not limits.min <= number <= limits.max:
-        raise SkipError(subject, expected=expected, got=repr(value), fix="1.0 changes nothing.")
-    if torch.tensor(float(number), dtype=torch.float32) == 0:
+    in_range(subject, value, "[-3.4e38, 3.4e38]", fix="1.0 changes nothing.", error=SkipError)
+    if torch.tensor(float(value), dtype=torch.float32) == 0:
         effect = "tokens may become similar within a few layers, and no bound holds"
         warnings.warn(f"λ = 0 removes the skip connections: {effect}", UserWarning, stacklevel=3)
 

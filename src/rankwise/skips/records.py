@@ -4,7 +4,8 @@ from typing import Literal
 
 from pydantic import ConfigDict, Field
 
-from rankwise._internals.records import Number, Record, SavedRecord
+from rankwise._internals.files import SavedRecord
+from rankwise._internals.records import Number, Record
 
 MOST_LAMBDA = 1000
 """Larger |λ| suppress all mixers: they are not told apart in words."""

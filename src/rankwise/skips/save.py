@@ -119,9 +119,6 @@ def load_skips(
         expected, got = f"{FACTS} and {NUMBERS} that name the same sites", f"a difference in {min(unequal)!r}"
         fix = "Copy both files from the same save."
         raise SkipError(f"skips in {folder}", expected=expected, got=got, fix=fix)
-    for name, value in numbers.items():
-        if not value.is_floating_point() or value.itemsize == 1:
-            raise _another(model, folder, f"λ of {value.dtype} for {name!r}")
     if facts.parameters != _digest(model):
         inner = [name for name, module in model.named_modules() if _digest(module) == facts.parameters]
         fix = f"Pass the model inside, `model.{inner[0]}`, before it is wrapped." if inner else OWN_MODEL
