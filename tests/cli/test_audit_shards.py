@@ -82,4 +82,4 @@ def test_batches_of_a_factory_are_split_and_compared_by_resume(run: Run) -> None
     assert "audited 0, kept 1" in run(*words).output
     drawn = run("audit", f"{NETS}:drawn", "--shards", 2, "--out", "drawn")
     assert isinstance(drawn.exception, RankwiseError)
-    assert "expected the same weights in all of them" in drawn.stderr
+    assert "expected the same weights_digest in all of them" in drawn.stderr
