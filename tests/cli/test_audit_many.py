@@ -150,10 +150,15 @@ def test_the_first_sentence_of_a_history_names_the_checkpoint_that_failed_and_wh
 
 
 def test_a_code_in_any_audit_fails_the_command(run: Run, home: Path) -> None:
-    assert run("audit", *CHECKPOINTS[1:], *DATA, "--out", "gate", "--fail-on", "NONFINITE").exit_code == 0
-    found = {f.code for audit in History.load(home / "gate").audits for f in audit.findings}
-    code = sorted(found)[0]
-    again = run("audit", *CHECKPOINTS[1:], *DATA, "--out", "gate", "--resume", "--fail-on", code)
+    from transformers import LlamaForCausalLM
+
+    shutil.copytree(home / CHECKPOINTS[0], home / "nan")
+    model = LlamaForCausalLM.from_pretrained(home / CHECKPOINTS[0])
+    model.model.layers[0].self_attn.q_proj.weight.data[:] = torch.nan
+    model.save_pretrained(home / "nan")
+    words = ("audit", CHECKPOINTS[1], "nan", *DATA, "--out", "gate", "--resume")
+    assert run(*words, "--fail-on", "COLLAPSE").exit_code == 0
+    again = run(*words, "--fail-on", "NONFINITE")
     assert (again.exit_code, "kept 2" in again.output) == (3, True)
 
 

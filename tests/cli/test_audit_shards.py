@@ -80,4 +80,4 @@ def test_batches_of_a_factory_are_split(run: Run) -> None:
     assert (merged.provenance.sequences, merged.heads[0].sequences) == (3, 3)
     drawn = run("audit", f"{NETS}:drawn", "--shards", 2, "--out", "drawn")
     assert isinstance(drawn.exception, RankwiseError)
-    assert "expected the same weights in all of them" in drawn.stderr
+    assert "expected the same weights_digest in all of them" in drawn.stderr

@@ -95,10 +95,10 @@ def test_every_outcome_is_listed_with_its_findings() -> None:
     document = comparison_document(compare(before, after))
     listed = section(document, "findings").lists
     assert [(one.title, len(one.items), one.folded) for one in listed] == [
-        ("New", 1, False), ("Worse", 1, False), ("Unchanged", 1, True), ("Resolved", 5, False),
+        ("New", 1, False), ("Worse", 1, False), ("Unchanged", 1, True), ("Resolved", 6, False),
     ]  # fmt: skip
     assert ("severity", "warning → error") in listed[1].items[0].facts
-    assert document.verdict.sentence.startswith("Findings: 1 new, 1 worse, 1 unchanged, 5 resolved.")
+    assert document.verdict.sentence.startswith("Findings: 1 new, 1 worse, 1 unchanged, 6 resolved.")
 
 
 def test_equal_audits_have_no_difference() -> None:
@@ -114,7 +114,7 @@ def test_the_console_shows_warnings_findings_and_the_largest_changes_in_this_ord
         {0: {"first_token_mass": 1.0}, 1: {"first_token_mass": audit.heads[1].first_token_mass + 0.001}},
     )
     about = audit.provenance.model_copy(update={"delta": 0.1})
-    after = after.model_copy(update={"findings": audit.findings[:6], "provenance": about})
+    after = after.model_copy(update={"findings": audit.findings[:7], "provenance": about})
     text = document_text(comparison_document(compare(audit, after)), 80)
     order = [
         text.index(words)

@@ -242,9 +242,13 @@ FINDINGS: list[tuple[str, str, Address, dict[str, float], str, dict[str, Any]]] 
         "Every token gets the same mixture, so the head adds one vector to all of them.", {},
     ),
     (
-        "OVERSIZED_HEADS", "warning", place(3, 4), {"required_head_dim": 4.0, "heads": 2.0},
-        "The heads of this layer need few of their channels.",
+        "OVERSIZED_HEADS", "warning", place(3, 4), {"nearest_head_distance": 0.02, "heads": 2.0},
+        "Heads 4 and 5 need few of their channels.",
         {"heads": [4, 5], "remedy": Remedy(words="compare the loss with narrow heads")},
+    ),
+    (
+        "OVERSIZED_HEADS", "info", place(0), {"required_head_dim": 4.0, "heads": 12.0},
+        "The heads of this layer need few of their channels.", {},
     ),
     ("IDENTITY", "info", place(0, 1), {"identity_distance": 0.04}, "Every token keeps to itself.", {}),
     (
