@@ -170,7 +170,7 @@ def test_each_part_has_its_own_target_on_a_narrow_console(run: Run, monkeypatch:
     assert record.cache_bytes_after <= 0.5 * record.cache_bytes_before
     for layer in record.layers:  # names and numbers are not wrapped
         assert f"transformer.h {layer.layer} " in done.output
-        assert f"{layer.output_error:.4f}" in done.output
+        assert f"{layer.attention_kl:.4f}" in done.output
 
 
 def test_without_a_change_nothing_is_written(run: Run) -> None:

@@ -15,7 +15,7 @@ from rankwise.compression import (
 
 RECORD = Compression(
     model="m", parts=["heads"], sequences=1, tokens=2, measured_on="held-out data", heads=[],
-    attention_kl=math.nan, layers=[LayerCost(site="a", layer=0, attention_kl=math.nan, output_error=0.5)],
+    attention_kl=math.nan, layers=[LayerCost(site="a", layer=0, attention_kl=math.nan)],
 )  # fmt: skip
 
 

@@ -21,7 +21,6 @@ from rankwise.compression.trials import output_and_mask, relative_error
 from rankwise.errors import InputError
 from rankwise.importance.loss_choice import model_loss
 from rankwise.importance.losses import real_outputs
-from rankwise.tracing import CapturedMixer, CapturedState, capture
 
 SEQUENCES = 16
 """Maximum number of sequences on which outputs are compared."""
@@ -35,19 +34,10 @@ ROUNDS = 16
 class Snapshot:
     """Measurements of one model."""
 
-    states: dict[tuple[str, int], Tensor]
-    """Real tokens of the first batch, by stack and layer: encoder and decoder use the same layer numbers."""
-    places: dict[str, tuple[str, int]]
-    """Stack and layer of each mixer, by name."""
     output: Tensor
     """Output for the first batch."""
     fields: dict[str, Any]
     """Measured fields of a `Compression`."""
-
-    def state_error(self, old: "Snapshot", place: tuple[str, int]) -> float:
-        """Return the error of the states at a place; NaN if they were not seen."""
-        states = [snapshot.states.get(place) for snapshot in (self, old)]
-        return math.nan if states[0] is None or states[1] is None else relative_error(states[0], states[1])
 
 
 def evaluate(
@@ -57,11 +47,11 @@ def evaluate(
     old: Snapshot,
     timed: bool,
     on_step: Callable[[str], None],
-) -> Snapshot:
+) -> dict[str, Any]:
     """Measure a model with its changes, which are applied when this is called and afterwards.
 
     `old` is the snapshot of the original, made before the work: so a measurement that fails costs no work.
-    The fields of the result are those of both models.
+    Return the fields of both models.
     """
     on_step("comparing outputs")
     batches = [to_device(batch, device_of(model)) for batch in batches]
@@ -72,13 +62,13 @@ def evaluate(
         with original(changes):
             return log_probabilities(model, batch), after
 
-    new.fields |= old.fields
-    new.fields["output_kl"] = output_kl(pair(batch) for batch in compared_batches(batches))
-    new.fields["output_error"] = relative_error(new.output, old.output)
+    fields = old.fields | new.fields
+    fields["output_kl"] = output_kl(pair(batch) for batch in compared_batches(batches))
+    fields["output_error"] = relative_error(new.output, old.output)
     if timed:
         on_step("measuring time")
-        new.fields |= measure_seconds(model, batches[0], changes)
-    return new
+        fields |= measure_seconds(model, batches[0], changes)
+    return fields
 
 
 @contextmanager
@@ -94,30 +84,18 @@ def original(changes: list[Change]) -> Iterator[None]:
 
 
 def snapshot(model: nn.Module, batches: list[Any], when: str) -> Snapshot:
-    """Measure states, output, loss, parameters and cache of a model.
+    """Measure output, loss, parameters and cache of a model.
 
     `when`, "before" or "after", is the last word of field names such as ``loss_before``.
     """
     batches = [to_device(batch, device_of(model)) for batch in batches]
-    states: dict[tuple[str, int], Tensor] = {}
-    places: dict[str, tuple[str, int]] = {}
-
-    def keep_tokens(site: CapturedState) -> None:
-        real = site.mask if site.mask is not None else torch.ones(site.tokens.shape[:2], dtype=torch.bool)
-        states[site.stack, site.layer] = site.tokens[real.to(site.tokens.device)].float().cpu()
-
-    def keep_place(site: CapturedMixer) -> None:
-        places.setdefault(site.name, (site.stack, site.layer))
-
-    with torch.no_grad(), capture(model, on_state=keep_tokens, on_mixer=keep_place):
-        run_model(model, batches[0])
     output, real = output_and_mask(model, batches[0])
     fields = {
         f"loss_{when}": measure_loss(model, batches),
         f"parameters_{when}": sum(parameter.numel() for parameter in model.parameters()),
         f"cache_bytes_{when}": cache_bytes(model, batches[0]),
     }
-    return Snapshot(states, places, output[real].float().cpu(), fields)
+    return Snapshot(output[real].float().cpu(), fields)
 
 
 # --- outputs ---------------------------------------------------------------------------------------------

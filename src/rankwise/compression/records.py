@@ -44,14 +44,12 @@ class LatentRank(Record):
 
 
 class LayerCost(Record):
-    """Costs of one layer."""
+    """Cost of one layer."""
 
     site: str
     layer: int
     attention_kl: Number
     """Attention KL in nats, on the inputs of the original layer; NaN if the part measures none."""
-    output_error: Number = math.nan
-    """‖y′ − y‖/‖y‖ of the states after the layer, in the compressed model; first batch."""
 
 
 class Compression(SavedRecord):

@@ -22,7 +22,7 @@ from rankwise._internals.forward import (
 from rankwise._internals.statistics import mean
 from rankwise.auditing.error_hints import fix_hint
 from rankwise.compression import DEFAULT_PARTS, PARTS
-from rankwise.compression.evaluate import Snapshot, evaluate, snapshot
+from rankwise.compression.evaluate import evaluate, snapshot
 from rankwise.compression.records import Compression, LayerCost
 from rankwise.compression.save import check_config, note_structure, pretrained_models, structure_of
 from rankwise.compression.trials import Found, Job, NoLayersError, Solution, find_part, solve_part
@@ -153,7 +153,7 @@ def compress(
                     solutions[name] = solve_part(name, job)
                     applied.enter_context(solutions[name].change)
                 changes = [solution.change for solution in solutions.values()]
-                after = evaluate(model, eval_data, changes, before, time, report)
+                measured = evaluate(model, eval_data, changes, before, time, report)
                 applied.pop_all()
         except Exception as error:
             full = out_of_memory(error)
@@ -172,7 +172,7 @@ def compress(
     for inner in pretrained_models(model):
         note_structure(inner)
     measured_on = "the calibration data" if held_out is None else "held-out data"
-    return _record(model, data, tokens, targets, solutions, before, after, measured_on, seed)
+    return _record(model, data, tokens, targets, solutions, measured, measured_on, seed)
 
 
 def part_targets(
@@ -250,8 +250,7 @@ def _record(
     tokens: int,
     targets: Targets,
     solutions: dict[str, Solution],
-    before: Snapshot,
-    after: Snapshot,
+    measured: dict[str, Any],
     measured_on: str,
     seed: int,
 ) -> Compression:
@@ -265,27 +264,18 @@ def _record(
         for head in heads
     ]
     latents = [latent for solution in every for latent in solution.latents]
-    places = before.places | {head.site: (head.stack, head.layer) for head in heads}
-    places |= {x.site: (places.get(x.site, ("", 0))[0], x.layer) for x in latents}
+    numbers = {changed.site: changed.layer for changed in (*heads, *latents)}
     costs = {latent.site: math.nan for latent in latents}
     for solution in every:  # a removed head has no attention to compare
         costs |= {
             site: cost for site, cost in solution.kl.items() if site not in costs or not math.isnan(cost)
         }
-    layers = [
-        LayerCost(
-            site=site,
-            layer=places[site][1],
-            attention_kl=cost,
-            output_error=after.state_error(before, (places[site][0], places[site][1] + 1)),
-        )
-        for site, cost in costs.items()
-    ]
+    layers = [LayerCost(site=site, layer=numbers[site], attention_kl=cost) for site, cost in costs.items()]
     notes = [note for solution in every for note in solution.notes]
     for name, solution in solutions.items():
         cost = solution.cost
         if len(solutions) == 1 and name != "heads":  # then the measured costs are the costs of the part
-            cost = after.fields["output_kl"] if name == "kv" else mean(costs.values())
+            cost = measured["output_kl"] if name == "kv" else mean(costs.values())
         notes += _part_notes(name, targets[name][1], solution, measured_on, cost)
     return Compression(
         model=config_value(model, "name_or_path") or type(model).__name__,
@@ -300,7 +290,7 @@ def _record(
         left_out={site: reason for solution in every for site, reason in solution.skipped.items()},
         notes=notes,
         about={"torch": torch.__version__, "threads": str(torch.get_num_threads()), "seed": str(seed)},
-        **after.fields,
+        **measured,
     )
 
 

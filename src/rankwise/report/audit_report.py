@@ -57,7 +57,7 @@ def audit_document(audit: Audit) -> Document:
         "heads": _head_data(audit.heads, grids),
         "columns": [column.data() for column in head_columns(audit.heads)],
         "texts": audit.texts,
-        "opening": next(iter([*flagged, *range(len(audit.heads))]), None),
+        "opening": next(iter([*maps, *flagged, *range(len(audit.heads))]), None),
         "targets": [asdict(target) for target in targets],
         "findings": [[finding.severity, finding.code, finding.meaning] for finding in audit.findings],
         "costs": _head_costs(audit),

@@ -113,10 +113,7 @@ def _layers(record: Compression) -> Table:
         heads = [head for head in heads if head.part != "heads"] or heads
         widths = {head.head: head.width for head in heads}
         shown = (str(widths.get(number, "–")) for number in range(max(widths, default=-1) + 1))  # –: removed
-        name = f"{heads[0].stack if heads else ''} {layer.layer}".strip()
-        average = f"{mean(widths.values()):.1f}" if widths else ""
-        costs = (format_number(cost, 4) for cost in (layer.attention_kl, layer.output_error))
-        rows.append([name, " ".join(shown), average, *costs])
-    columns = ["layer", "widths of its heads", "mean", "attention KL", "error of states"]
-    note = "Error of states: ‖y′ − y‖/‖y‖ after the layer in the compressed model, first batch."
-    return Table("Layers", columns, rows, note=note)
+        if widths:
+            cells = [f"{mean(widths.values()):.1f}", format_number(layer.attention_kl, 4)]
+            rows.append([f"{heads[0].stack} {layer.layer}".strip(), " ".join(shown), *cells])
+    return Table("Layers", ["layer", "widths of its heads", "mean", "attention KL"], rows)
