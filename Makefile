@@ -6,6 +6,8 @@ STAMP := $(VENV)/.installed
 # Two workers with two threads each on two cores take five times as long as with one thread each: idle threads spin.
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
+# Without files of bytecode, each process of the tests compiles the package, and each worker all tests.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo test test-extras torch check docs build clean
 

@@ -1,4 +1,4 @@
-"""Faster `jaxtyping.jaxtyped`: check shapes only if a signature has shapes, otherwise only types.
+"""Faster `jaxtyping.jaxtyped`: check functions whose signature has shapes; mypy checks the types of others.
 
 jaxtyping binds the arguments of every call and checks them twice, which takes most of the time of its checks.
 """
@@ -42,25 +42,18 @@ def jaxtyped(fn: Any = None, **options: Any) -> Any:
             fn.__init__ = jaxtyped(fn.__init__, **options)
         return fn
     hints = [part for hint in getattr(fn, "__annotations__", {}).values() for part in parts(hint)]
+    if not any(map(is_array, hints)):
+        return fn
     if not isinstance(fn, FunctionType) or any(map(looks_up, hints)) or inspect.isgeneratorfunction(fn):
         return _jaxtyped(fn, **options)
-    if not hints:
-        return fn
     checked = beartype(fn)
-    if any(map(is_array, hints)):
 
-        @functools.wraps(fn)
-        def either(*args: Any, **kwargs: Any) -> Any:
-            if jaxtyping.config.jaxtyping_disable:
-                return fn(*args, **kwargs)
-            with SHAPES:
-                return checked(*args, **kwargs)
-
-    else:
-
-        @functools.wraps(fn)
-        def either(*args: Any, **kwargs: Any) -> Any:
-            return (fn if jaxtyping.config.jaxtyping_disable else checked)(*args, **kwargs)
+    @functools.wraps(fn)
+    def either(*args: Any, **kwargs: Any) -> Any:
+        if jaxtyping.config.jaxtyping_disable:
+            return fn(*args, **kwargs)
+        with SHAPES:
+            return checked(*args, **kwargs)
 
     return either
 

@@ -26,11 +26,8 @@ def large(layers: int, heads: int) -> Audit:
         heads=half, tolerance=0.01, loss=3.2, cost=0.01, relative=0.003, sorted_by="exact", runs=5
     )
     audit = records.audit(made, importance=records.importance(removable=removable))
-    twins = [
-        records.finding("DUPLICATE_HEADS", where=place, evidence={"nearest_head_distance": 0.01})
-        for place in half
-    ]
-    return records.changed(audit, findings=[*audit.findings, *twins])
+    alike = [records.finding("IDENTITY", where=place, evidence={"identity_distance": 0.01}) for place in half]
+    return records.changed(audit, findings=[*audit.findings, *alike])
 
 
 def reads(monkeypatch: pytest.MonkeyPatch, work: Callable[[], object]) -> int:

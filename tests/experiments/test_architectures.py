@@ -9,10 +9,7 @@ import pytest
 import torch
 from experiments.coverage import architectures as experiment
 from experiments.coverage import third_party
-from experiments.zoo.any_architecture import find_inputs, small
 from torch import nn
-
-from rankwise.errors import InputError
 
 ENTRY = {
     "ran": True, "identical": True, "captured": 2, "there": 2, "kinds": ["softmax"], "uncaptured": {},
@@ -24,15 +21,6 @@ def test_a_model_type_is_checked_from_end_to_end():
     entry = experiment.check_architecture("bert")
     assert {key: entry[key] for key in ENTRY} == ENTRY
     assert (entry["model"], entry["size"], entry["inputs"]) == ("BertModel", "small", ["input_ids"])
-
-
-def test_a_model_that_does_not_build_has_a_reason(monkeypatch):
-    def refuse(model_type):
-        raise ValueError(f"no {model_type}")
-        yield
-
-    monkeypatch.setattr(experiment, "tiny_variants", refuse)
-    assert experiment.check_architecture("bert") == {"ran": False, "why": "ValueError: no bert"}
 
 
 class AutoCorrelation(nn.Module):
@@ -70,70 +58,6 @@ def test_outputs_that_differ_between_runs_are_not_identical():
     model, noise = Residual(Attention()), iter(torch.arange(9.0))
     model.register_forward_hook(lambda module, args, output: output + next(noise))
     assert not experiment.compare_captured(model, {"x": torch.randn(2, 5, 4)})["identical"]
-
-
-class Narrow(nn.Module):
-    """Accepts only features of the width of its weights."""
-
-    main_input_name, config = "input_features", SimpleNamespace()
-
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, input_features):
-        return self.layer(input_features)
-
-
-@pytest.mark.parametrize("layer", [nn.Linear(17, 3), nn.LayerNorm(17)])
-def test_an_input_gets_the_width_that_an_error_names(layer):
-    batch, error = find_inputs(Narrow(layer))
-    assert error is None
-    assert batch["input_features"].shape[-1] == 17
-
-
-def test_an_error_that_names_no_width_is_returned():
-    refused = nn.Module()
-    refused.forward = lambda x: exec("raise ValueError('no such width: 17')")
-    batch, error = find_inputs(Narrow(refused))
-    assert (batch, str(error)) == ({}, "no such width: 17")
-
-
-def test_an_argument_that_an_error_names_is_passed():
-    class NeedsBox(nn.Module):
-        main_input_name, config = "input_ids", SimpleNamespace()
-
-        def forward(self, input_ids, bbox=None, pixel_values=None):
-            if bbox is None:
-                raise ValueError("You have to specify bbox")
-            return input_ids
-
-    batch, error = find_inputs(NeedsBox())
-    assert error is None
-    assert set(batch) == {"input_ids", "bbox"}
-
-
-def test_sizes_are_made_small_by_name():
-    given = {"hidden_size": 768, "num_attention_heads": 12, "num_key_value_heads": 12, "num_hidden_layers": 4}
-    given |= {"layer_types": ["linear_attention"] * 3 + ["full_attention"], "use_cache": True, "dropout": 0.1}
-    given |= {"vocab_size": 30000, "image_token_id": 29999, "sub": {"intermediate_size": 3072}}
-    made = small(given)
-    assert (made["hidden_size"], made["num_attention_heads"], made["num_key_value_heads"]) == (32, 4, 4)
-    assert made["layer_types"] == ["linear_attention", "full_attention"]
-    assert made["num_hidden_layers"] == 2
-    assert made["image_token_id"] < made["vocab_size"] == 100
-    assert (made["sub"], made["use_cache"], made["dropout"]) == ({"intermediate_size": 48}, True, 0.1)
-    assert small(given, widths=False)["hidden_size"] == 768
-
-
-def test_stages_of_a_backbone_are_kept_on_request():
-    given = {"backbone_config": {"depths": [3, 4, 6, 3], "out_indices": [2, 3, 4]}, "encoder_hidden_dim": 256}
-    given |= {"decoder_in_channels": [256, 256], "encoder_in_channels": [512, 1024]}
-    assert small(given)["backbone_config"] == {"depths": [1, 1, 1, 1]}
-    kept = small(given, stages=True)
-    assert kept["backbone_config"]["out_indices"] == [2, 3, 4]
-    assert kept["decoder_in_channels"] == [kept["encoder_hidden_dim"]] * 2
-    assert kept["encoder_in_channels"] == [512, 1024]
 
 
 # --- runs ------------------------------------------------------------------------------------------------
@@ -219,12 +143,6 @@ def test_kept_outputs_are_bit_identical():
 
 
 # --- models of other packages ----------------------------------------------------------------------------
-
-
-def test_missing_packages_are_named_with_the_command_that_installs_them(monkeypatch):
-    monkeypatch.setattr(third_party, "distributions", lambda name: [] if "m" in name else [name])
-    with pytest.raises(InputError, match=r"pip install x-transformers mlstm_kernels nystrom-attention linf"):
-        third_party.measure()
 
 
 def test_the_kept_operators_of_other_packages_are_those_by_hand():

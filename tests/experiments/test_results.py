@@ -1,8 +1,6 @@
 """Lines of results: sorted, never lost, refused if they belong to another row; and the page of the runs."""
 
-import json
 import re
-import statistics
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,16 +10,14 @@ from experiments import render
 from experiments.audits import by_layer, collapse
 from experiments.experiment import PAPER_SIZE
 from experiments.registry import EXPERIMENTS
-from experiments.results import RESULTS, Run, append_run, audits_to_columns, read_runs
+from experiments.results import Run, append_run, audits_to_columns, read_runs
 from experiments.study import Study
 from experiments.tost.language_parts import frontier
 from experiments.training.cost import gpu_gib, gpu_hours
 from experiments.verdicts import BYTE_LOSS, Row
 from tests.experiments.runs import LANGUAGE, kept, made
-from tests.support.documents import plan_document
 
 from rankwise.errors import RecordError
-from rankwise.plan import plan_head_dim
 
 
 def test_published_numbers_and_expectations_name_rows() -> None:
@@ -182,29 +178,6 @@ def test_a_damaged_line_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert f"{damaged}:2: expected a run" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "damage", ["a line twice", "no data", "a seed in words", "another encoding", "a folder"]
-)
-def test_other_damage_of_a_file_is_named(tmp_path: Path, damage: str) -> None:
-    kept(tmp_path, "tost", 0, 1.5)
-    path = LANGUAGE.path(tmp_path)
-    line = path.read_text(encoding="utf-8")
-    run = json.loads(line)
-    if damage == "a line twice":
-        path.write_text(line * 2, encoding="utf-8")
-    elif damage == "no data":
-        path.write_text(json.dumps(run | {"values": {}}), encoding="utf-8")
-    elif damage == "a seed in words":
-        path.write_text(json.dumps(run | {"seed": "0"}), encoding="utf-8")
-    elif damage == "another encoding":
-        path.write_bytes(line.encode("utf-16"))
-    else:
-        path.unlink()
-        path.mkdir()
-    with pytest.raises(RecordError, match=re.escape(path.name)):
-        read_runs(path)
-
-
 def test_settings_that_are_newer_than_a_run_had_their_default(tmp_path: Path) -> None:
     run = kept(tmp_path, "tost", 0, 1.0)
     del run["settings"]["clip"], run["settings"]["monitor_every"]
@@ -236,25 +209,6 @@ def test_rows_at_the_size_of_the_paper_are_refused_with_their_cost(
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "row", "words"),
-    [
-        ("language", "softmax-rotary", "bytes {} at K = 32"),
-        ("language", "softmax-rotary, K=12", ", {} at K* = 12"),
-        ("saturation-images", "D ≠ HK, K=16", " {} at 16,"),
-        ("saturation-images", "D ≠ HK, K=8", " {} at 8,"),
-        ("saturation-images", "D ≠ HK, K=1", " {} at 1."),
-    ],
-)
-def test_a_plan_states_the_losses_of_the_recorded_runs(name: str, row: str, words: str) -> None:
-    losses = [
-        run["values"]["scores"]["loss"] for run in read_runs(RESULTS / f"{name}.jsonl") if run["row"] == row
-    ]
-    assert len(losses) == 3
-    number = f"{statistics.mean(losses):.3f} ± {statistics.stdev(losses):.3f}"
-    assert words.format(number) in plan_document(plan_head_dim(32, trials=2)).verdict.no_action
-
-
 def test_all_pages_and_figures_agree_with_the_results(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["render", "--check"]) == 0, capsys.readouterr().err
 
@@ -267,15 +221,6 @@ def test_a_page_that_disagrees_with_the_results_is_named(
     stale = capsys.readouterr().err
     assert stale.count("does not agree with the results") == 1 + len(EXPERIMENTS)
     assert all(name in stale for name in ("evidence/results.md", "results/language.md"))
-
-
-def test_marks_and_tables_of_a_page_belong_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(render, "PAGES", tmp_path)
-    (tmp_path / "a.md").write_text("{x} {{one}}, {{two}}")
-    assert render.fill_page("a", {"one": "{{two}}", "two": "2"}) == "{x} {{two}}, 2"
-    for tables in ({"one": "1"}, {"one": "1", "two": "2", "three": "3"}):
-        with pytest.raises(ValueError, match="expected the marks"):
-            render.fill_page("a", tables)
 
 
 def test_a_study_keeps_its_report_and_writes_its_page(

@@ -33,8 +33,9 @@ def test_the_search_finds_a_bound_that_is_too_large(monkeypatch: pytest.MonkeyPa
 
 def test_a_small_search_has_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bound_search, "minilm", lambda: None)
-    report = bound_search.measure(bound_search.Recipe(steps=2, copies=1))
-    assert report["evaluations"] == 2 * len(bound_search.SHAPES) * len(bound_search.STARTS) * 20
+    report = bound_search.measure(bound_search.Recipe(steps=8, copies=1))
+    assert max(one["worst"] for one in report["searches"]) < 1e-9
+    assert report["evaluations"] == 8 * len(bound_search.SHAPES) * len(bound_search.STARTS) * 20
     assert [layer["norm"] for layer in report["least_scales"]["demo"]] == ["none"] * 4
     assert all(math.isfinite(layer["both"]) for layer in report["least_scales"]["demo"])
     assert "| theorem | LayerNorm |" in bound_search.tables(report)["searches"]
@@ -65,19 +66,6 @@ def test_the_rule_of_the_monitor_stops_no_kept_training_that_learned() -> None:
     assert deep["λ = 17"]["stopped"] is None
     assert deep["post-norm"]["stopped"] is not None
     assert deep["post-norm"]["loss"] > max(deep[name]["loss"] for name in ("λ = 17", "pre-norm"))
-
-
-def test_a_stop_needs_audits_in_a_row_after_the_first() -> None:
-    low, high = collapse_rule.STOP_SPREAD / 2, 0.5
-    for values, expected in (
-        ([low] * collapse_rule.STOP_AUDITS, None),
-        ([low] * (collapse_rule.STOP_AUDITS + 1), collapse_rule.STOP_AUDITS),
-        (
-            [low] * collapse_rule.STOP_AUDITS + [high] + [low] * collapse_rule.STOP_AUDITS,
-            2 * collapse_rule.STOP_AUDITS,
-        ),
-    ):
-        assert collapse_rule.stop_step({"lowest": [*map(list, enumerate(values))]}) == expected
 
 
 @pytest.mark.parametrize("name", collapse_rule.MODELS)

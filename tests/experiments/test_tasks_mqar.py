@@ -91,14 +91,3 @@ def test_a_reader_that_looks_the_keys_up_is_always_right_and_one_that_does_not_i
     most_common = batch["labels"][batch["labels"] != -100].mode().values
     logits = torch.nn.functional.one_hot(most_common.expand(400, 32), 64).float()
     assert share(logits, batch["labels"]) == pytest.approx(task.chance)
-
-
-def test_pairs_without_room_are_refused() -> None:
-    for options in ({"length": 15}, {"vocab_size": 9}):
-        with pytest.raises(ValueError, match="expected room for 4 pairs"):
-            mqar(train=2, test=2, **options)
-
-
-def test_the_smallest_vocabulary_is_used_up() -> None:
-    ids = mqar(train=20, test=1, vocab_size=10, length=16, pairs=4).train.arrays["input_ids"]
-    assert (np.sort(ids[:, 0:8:2], axis=1) == np.arange(1, 5)).all()

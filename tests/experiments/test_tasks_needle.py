@@ -48,10 +48,3 @@ def test_depths_and_digits_are_uniform(file: Path) -> None:
     assert depths.min() < 0.05 < 0.95 < depths.max()
     digits = np.bincount([int(digit) for _, sentence, _ in found for digit in sentence[2]], minlength=10)
     assert np.abs(digits - 200).max() < 5 * (2000 * 0.1 * 0.9) ** 0.5
-
-
-@pytest.mark.parametrize("length", [79, 600])
-def test_lengths_without_room_are_refused(file: Path, length: int) -> None:
-    assert needle(file, train=1, test=1, length=80).length == 80
-    with pytest.raises(ValueError, match="expected from 1 to"):
-        needle(file, train=1, test=1, length=length)

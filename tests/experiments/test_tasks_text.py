@@ -43,13 +43,6 @@ def test_random_windows_are_drawn_by_the_seed_from_the_training_part(tmp_path: P
     assert len(np.unique(starts)) > 150
 
 
-@pytest.mark.parametrize("part", ["training", "test"])
-def test_a_text_shorter_than_a_window_is_refused(tmp_path: Path, part: str) -> None:
-    (tmp_path / "a.txt").write_text("long " * 99)
-    with pytest.raises(ValueError, match=rf"{part} part: expected \d+ tokens for one window"):
-        byte_text(tmp_path / "a.txt", length={"training": 500, "test": 60}[part])
-
-
 @pytest.mark.parametrize("vocab_size", [257, 300])
 def test_a_tokenizer_restores_every_text(vocab_size: int) -> None:
     tokenizer = train_tokenizer("to be or not to be, that is the question " * 9, vocab_size)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tssa_cases import Case, errors, outputs, outputs_and_gradients
 
-from rankwise.ops import cpu_chunks, cpu_passes, tssa
+from rankwise.ops import cpu_chunks, tssa
 from rankwise.ops.cpu_chunks import Loop
 
 causalities = pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
@@ -176,21 +176,6 @@ def test_kernels_write_every_number_they_return(causal, monkeypatch):
             monkeypatch.setattr(module, name, full_of_nan(getattr(module, name)))
     got = outputs_and_gradients(case, "cpu")
     assert max(errors(got, wanted).values()) == 0
-
-
-def test_loops_are_compiled_without_the_interpreter_lock_once_for_each_set_of_dtypes():
-    loops = (cpu_chunks.add_chunks, cpu_passes.assign_causal)
-    made = []
-    for _ in range(2):  # the second time nothing is compiled; other tests may have compiled more before
-        for dtype in (torch.float32, torch.float64):
-            Case(causal=True, decayed=True, masked=True, dtype=dtype).run("cpu")
-            Case(causal=True, dtype=dtype).run("cpu")
-        made.append([list(loop._compiled.values()) for loop in loops])
-    assert made[0] == made[1]
-    for variants in made[0]:
-        assert len(variants) >= 2
-        assert all(len(one.signatures) == 1 and one.targetoptions["nogil"] for one in variants)
-        assert len({one.signatures[0] for one in variants}) == len(variants)
 
 
 def test_exponentials_of_the_loops_are_as_exact_as_float64():

@@ -149,7 +149,21 @@ def _unwritable(subject: str, path: Path, error: OSError, fix: str, kind: str = 
     return InputError(subject, expected=f"a {kind} that can be written", got=got, fix=fix)
 
 
-class SavedRecord(Record):
+class WithPage:
+    """Result that `rankwise.report` shows as an HTML page."""
+
+    def to_html(self, path: str | Path) -> Path:
+        """Write one self-contained HTML file, in an existing folder as ``index.html``; return the path.
+
+        Raises:
+            InputError: if the file cannot be written.
+        """
+        report = report_package()
+        written: Path = report.write_page(report.document_of(self), Path(path))
+        return written
+
+
+class SavedRecord(Record, WithPage):
     """Base class of records with a file of their own, by default ``NOUN.json`` in a folder, and a page.
 
     A subclass has the fields ``format``, which is "rankwise-NOUN", and ``schema_version``.
@@ -215,16 +229,6 @@ class SavedRecord(Record):
                 got = f"{problem} ({error.error_count()} in all)"
             fix = f"The file is damaged or was edited; {again}"
             raise refused(f"the fields of schema version {version}", got, fix) from None
-
-    def to_html(self, path: str | Path) -> Path:
-        """Write one self-contained HTML file, in an existing folder as ``index.html``; return the path.
-
-        Raises:
-            InputError: if the file cannot be written.
-        """
-        report = report_package()
-        written: Path = report.write_page(report.document_of(self), Path(path))
-        return written
 
 
 def _shortened(text: str) -> str:

@@ -5,11 +5,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from rankwise._internals.batches import LABELS, argument_names, tensors_in, tensors_of
+from rankwise._internals.batches import argument_names, tensors_in, tensors_of
 from rankwise._internals.forward import TRACEBACK, config_value, tower_hint
 from rankwise._internals.torch_private import original_of
-from rankwise.errors import InputError, did_you_mean
-from rankwise.importance.losses import IGNORE_INDEX, invalid_label
+from rankwise.errors import did_you_mean
 
 PASS_TEXTS = "Pass strings with their tokenizer: `rw.audit(model, texts=[…], tokenizer=tokenizer)`."
 _COLLATE = "`DataLoader(rows, batch_size=4, collate_fn=DataCollatorWithPadding(tokenizer))`"
@@ -19,21 +18,6 @@ def fix_hint(model: nn.Module, batch: Any, error: Exception) -> str:
     """Return the last sentences of an error message: how to fix a batch on which a model raised ``error``."""
     names = argument_names(model)
     model = original_of(model)
-    owner = next(base for base in type(model).__mro__ if "forward" in vars(base))
-    only_raises = owner is nn.Module or owner.__name__ == "LightningModule"
-    if isinstance(error, NotImplementedError) and only_raises and "forward" not in vars(model):
-        lists = (nn.ModuleList, nn.ModuleDict)
-        name = next((name for name, inner in model.named_children() if not isinstance(inner, lists)), "inner")
-        return (
-            "An audit calls the model, not a `training_step`: define `forward`, such as "
-            f"`def forward(self, x): return self.{name}(x)`, or audit the inner module that has it, such as "
-            f"`model.{name}`."
-        )
-    layers = (layer for layer in model.modules() if isinstance(layer, nn.TransformerEncoderLayer))
-    quantized = any(callable(getattr(layer.linear1, "weight", None)) for layer in layers)  # it is a method
-    if quantized and "'function' object has no attribute 'device'" in str(error):
-        switch = "`torch.backends.mha.set_fastpath_enabled(False)`"
-        return f"The fast path of TransformerEncoderLayer fails on quantized layers. Turn it off: {switch}."
     if isinstance(batch, Mapping):
         if hint := tower_hint(model, batch, error):
             return hint
@@ -62,33 +46,6 @@ def fix_hint(model: nn.Module, batch: Any, error: Exception) -> str:
             f"`[(x,) for x, *labels in batches]`. {TRACEBACK}"
         )
     return TRACEBACK + _hint_from_message(model, batch, str(error))
-
-
-def label_error(model: nn.Module, batch: Any, number: int, error: Exception) -> InputError | None:
-    """Return an error if labels of batch ``number`` are out of range for a transformers model, else None."""
-    config = getattr(model, "config", None)
-    of_target = any(word in str(error).lower() for word in ("target", "device-side assert"))
-    choices = type(model).__name__.endswith("MultipleChoice")  # labels are indices of choices, not of classes
-    if not isinstance(batch, Mapping) or config is None or choices or not of_target:
-        return None
-    output_embeddings = getattr(model, "get_output_embeddings", None)
-    words = getattr(output_embeddings() if callable(output_embeddings) else None, "weight", None)
-    classes = config_value(config, "num_labels", default=0) if words is None else words.shape[0]
-    kind = "classes" if words is None else "tokens of its vocabulary"
-    fix = "set `num_labels` when the model is made" if words is None else "use the model's own tokenizer"
-    for name in LABELS:
-        labels = batch.get(name)
-        if not isinstance(labels, Tensor) or labels.is_floating_point() or not isinstance(classes, int):
-            continue
-        wrong = invalid_label(labels, classes)
-        if classes > 1 and wrong:
-            of_model = f"as {type(model).__name__} has {classes} {kind}"
-            ignored = f"or {IGNORE_INDEX} for labels that do not count"
-            expected = f"whole numbers from 0 to {classes - 1}, {of_model}, {ignored}"
-            fix = f"Correct them, or {fix}; an audit without importance needs no labels."
-            subject = f"{name} of batch {number}"
-            return InputError(subject, expected=expected, got=wrong, fix=fix)
-    return None
 
 
 def _hint_from_message(model: nn.Module, batch: Any, message: str) -> str:

@@ -2,8 +2,8 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rankwise.auditing.records import AttentionMap, HeadRecord
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from rankwise._internals.batches import Batch
     from rankwise.tracing import CapturedMixer
 
-TOKENS_KEPT = 16
-"""Number of token names that a record keeps for each kind of name; an attention sink has one or two."""
+NAMES_KEPT = 48
+"""Number of token names that a record keeps; an attention sink has one or two."""
 
 
 @dataclass
@@ -33,10 +33,10 @@ class Examples:
     """Rows and columns of patches if the tokens of ``memberships`` are patches of an image."""
     named: list[int]
     """Number of sequences in which the most attended token has a name."""
-    names: list[list[Counter[str]]]
-    """``names[i][j]``: number of sequences by name, for head i and kind of name j (see `peak_name`)."""
-    attention_maps: list[list[AttentionMap]] = field(default_factory=list)
-    """Attention maps of the first two sequences."""
+    names: list[Counter[str]]
+    """Number of sequences by name of the most attended token; a token has several names (`peak_names`)."""
+    attention_maps: list[AttentionMap | None]
+    """Attention maps of the first sequence; None if not requested."""
 
     @classmethod
     def empty(cls, heads: int) -> "Examples":
@@ -47,7 +47,8 @@ class Examples:
 
         return cls(
             longest=[0.0] * heads, masks=["full"] * heads, grids=[None] * heads, named=[0] * heads,
-            spectra=lists(), memberships=lists(), names=lists(), attention_maps=lists(),
+            spectra=lists(), memberships=lists(), attention_maps=[None] * heads,
+            names=[Counter() for _ in range(heads)],
         )  # fmt: skip
 
     @classmethod
@@ -60,11 +61,8 @@ class Examples:
             memberships=[record.membership_map for record in records],
             grids=[record.membership_grid for record in records],
             named=[record.merging.named for record in records],
-            names=[[Counter(kind) for kind in record.merging.names] for record in records],
-            attention_maps=[
-                [kept for kept in (record.attention_map, record.second_attention_map) if kept is not None]
-                for record in records
-            ],
+            names=[Counter(record.merging.names) for record in records],
+            attention_maps=[record.attention_map for record in records],
         )
 
     def see_lengths(self, tokens: Sequence[float], masks: Sequence[str]) -> None:
@@ -75,47 +73,36 @@ class Examples:
             elif length == self.longest[head] > 0:
                 self.masks[head] = min(self.masks[head], mask)
 
-    def add_names(self, sequences: Sequence[Sequence[Sequence[str]]]) -> None:
-        """Count the names ``[sequence][head][kind]`` of most attended tokens; [] for an unknown token."""
+    def add_names(self, sequences: Sequence[Sequence[Collection[str]]]) -> None:
+        """Count the names of most attended tokens, by sequence and head; a token without names is unknown."""
         for heads in sequences:
-            for head, kinds in enumerate(heads):
-                self.named[head] += bool(kinds)
-                _count(self.names[head], [{name: 1} for name in kinds])
+            for head, names in enumerate(heads):
+                self.named[head] += bool(names)
+                self.names[head].update(names)
 
-    def merge(self, other: "Examples", *, attention_maps: bool = True) -> None:
-        """Add examples of the same heads from later sequences, with or without their attention maps."""
-        for names, others in zip(self.names, other.names, strict=True):
-            _count(names, others)
+    def merge(self, other: "Examples") -> None:
+        """Add examples of the same heads from later sequences; attention maps are of the first alone."""
         self.see_lengths(other.longest, other.masks)
         for head in range(len(self.longest)):
             if not self.memberships[head]:
                 self.memberships[head], self.grids[head] = other.memberships[head], other.grids[head]
             self.spectra[head] = self.spectra[head] or other.spectra[head]
             self.named[head] += other.named[head]
-            if attention_maps:
-                self.attention_maps[head] = (self.attention_maps[head] + other.attention_maps[head])[:2]
+            self.names[head].update(other.names[head])
 
     def peak(self, head: int) -> tuple[str, int]:
         """Return the most frequent name of the most attended token, and the number of sequences with it.
 
-        The name is empty if fewer than half of the sequences share it. If names of several kinds are equally
-        frequent, the most specific kind wins.
+        The name is empty if fewer than half of the sequences share it. If names are equally frequent, the
+        longest wins, because it says most.
         """
-        best = ("", 0)
-        for kind in self.names[head]:
-            name, count = min(kind.items(), key=lambda item: (-item[1], item[0]), default=best)
-            best = (name, count) if count > best[1] and 2 * count >= self.named[head] else best
-        return best
+        names = self.names[head].items()
+        name, count = max(names, key=lambda item: (item[1], len(item[0]), item[0]), default=("", 0))
+        return (name, count) if 2 * count >= self.named[head] else ("", 0)
 
     def grid(self, head: int) -> tuple[int, int] | None:
         """Return rows and columns of a membership map; None if the map has only part of the tokens."""
         return self.grids[head] if len(self.memberships[head]) == self.longest[head] else None
-
-
-def _count(counts: list[Counter[str]], more: Sequence[Mapping[str, int]]) -> None:
-    counts += [Counter() for _ in more[len(counts) :]]
-    for kind, added in zip(counts, more, strict=False):
-        kind.update(added)
 
 
 def patch_grid(tokens: int, image: tuple[int, int] | None) -> tuple[int, int] | None:
@@ -154,8 +141,8 @@ class TokenNames:
 
     def peaks(
         self, site: "CapturedMixer", batch: "Batch | None", columns: Sequence[Sequence[int]]
-    ) -> list[list[list[str]]]:
-        """Return the names of the token in ``columns`` for each sequence and head; [] for column −1.
+    ) -> list[list[set[str]]]:
+        """Return the names of the token in ``columns`` for each sequence and head; none for column −1.
 
         Columns are counted without padding.
         """
@@ -164,7 +151,7 @@ class TokenNames:
         ids = [None if read is None else read.ids.cpu()[row][places] for row, places in enumerate(real)]
         return [
             [
-                [] if column < 0 else peak_name(self, ids[number], column, len(real[number]))
+                set() if column < 0 else peak_names(self, ids[number], column, len(real[number]))
                 for column in heads
             ]
             for number, heads in enumerate(columns)
@@ -190,15 +177,16 @@ def token_ids(site: "CapturedMixer", batch: "Batch | None") -> "tuple[TokenIds |
     return rows if fits_rows else None, columns if fits_columns else None
 
 
-def peak_name(names: TokenNames, ids: "Tensor | None", column: int, sources: int) -> list[str]:
-    """Return three names of the token in ``column``: text and position, position alone, text alone.
+def peak_names(names: TokenNames, ids: "Tensor | None", column: int, sources: int) -> set[str]:
+    """Return the names of the token in ``column``: position, text, and both together.
 
     ``ids`` are the token ids of the columns without padding, None if unknown; ``sources`` counts the columns.
     """
     place = {0: "the first token", sources - 1: "the last token"}.get(column, f"token {column}")
-    text = f"token {column}" if ids is None else names.text(int(ids[column]))
-    both = place if ids is None else f"{text}, {place}"
-    return [both, place, text]
+    if ids is None:
+        return {place}
+    text = names.text(int(ids[column]))
+    return {place, text, f"{text}, {place}"}
 
 
 def image_size(batch: "Batch | None") -> tuple[int, int] | None:

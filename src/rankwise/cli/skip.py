@@ -155,8 +155,7 @@ def command(
         if out is not None:
             output.print_results(None, [("wrote", path) for path in _write(loaded, inputs, out, report)])
         if out is not None and not loaded.source:  # weights of a factory's model are not written
-            call = f"rw.skips.load_skips(model, {str(out)!r}, example={example_code(held[0])})"
-            line = f"import torch, rankwise as rw; {call}   # model: new, as built by {model}"
+            line = f"rw.skips.load_skips(model, {str(out)!r}, example=batch)   # both as {model} makes them"
             output.print_results(None, [("load", line)])
     if not complete:
         raise typer.Exit(INTERRUPTED)
@@ -255,18 +254,6 @@ def _add_skips(
             parameter.data.fill_(init)
             scales[name][1] = init
     return skips, scales
-
-
-def example_code(batch: Any) -> str:
-    """Return Python that creates a batch of the same form, with random numbers, or ones for integers."""
-    if isinstance(batch, Mapping):
-        return f"{{{', '.join(f'{name!r}: {example_code(value)}' for name, value in batch.items())}}}"
-    if isinstance(batch, tuple | list):
-        return f"({''.join(f'{example_code(value)}, ' for value in batch)})"
-    if not hasattr(batch, "dtype"):
-        return repr(batch)
-    made = "randn" if batch.is_floating_point() else "ones"
-    return f"torch.{made}({tuple(batch.shape)}, dtype={batch.dtype})"
 
 
 def _write(loaded: "LoadedModel", inputs: "LoadedData", out: Path, report: dict[str, Any]) -> list[Path]:

@@ -72,19 +72,6 @@ class ModelLoss:
                 total, count = total + float(losses.total.sum()), count + float(losses.count.sum())
         return total / count if count else math.nan
 
-    def correct(self, model: nn.Module, batch: Batch, number: int = 0) -> tuple[int, int]:
-        """Return the number of labels of a batch that the model predicts, and the number of labels.
-
-        Both are 0 if the labels are not classes.
-        """
-        if not isinstance(self.loss, LabelLoss):
-            return 0, 0
-        with eval_mode(model), torch.no_grad():
-            logits, labels = self.loss.logits_and_labels(*self._run(model, batch, number))
-        counted = labels != IGNORE_INDEX
-        right = (logits[:, : labels.shape[1]].argmax(-1) == labels) & counted
-        return int(right.sum()), int(counted.sum())
-
     def _run(self, model: nn.Module, batch: Batch, number: int) -> tuple[Any, LossBatch]:
         prepared = self.loss.prepare(drop_unused_labels(model, batch)[0], batch, number)
         return run_model(model, to_device(prepared.batch, device_of(model))), prepared
@@ -109,8 +96,8 @@ def model_loss(
         >>> model = torch.nn.Linear(2, 3)
         >>> batch = torch.ones(4, 2), torch.tensor([0, 1, 2, -100])
         >>> loss = model_loss(model, [batch])
-        >>> loss.name, loss(model, batch).requires_grad, loss.correct(model, batch)[1]
-        ('given labels', True, 3)
+        >>> loss.name, loss(model, batch).requires_grad
+        ('given labels', True)
     """
     inputs = drop_unused_labels(model, batches[0])[0]
     with eval_mode(model), torch.no_grad():
@@ -294,7 +281,8 @@ def _masked(batch: LossBatch, mask_token: int | None, seed: int, given: Given) -
         real = real_tokens(inputs, ids.shape).to(ids.device)
         # The first and the last real token are not masked, because they may be [CLS] and [SEP].
         inner = real & (real.cumsum(1) > 1) & (real.flip(1).cumsum(1).flip(1) > 1)
-        drawn = torch.rand(ids.shape, generator=torch.Generator().manual_seed(seed + number)).to(ids.device)
+        generator = torch.Generator().manual_seed(seed + number)
+        drawn = torch.rand(ids.shape, generator=generator, dtype=torch.float32).to(ids.device)
         chosen = inner & (drawn < MASKED_SHARE)
         masked = {**inputs, "input_ids": ids.masked_fill(chosen, mask_token)}
         return LossBatch(masked, original, number, target=ids.masked_fill(~chosen, IGNORE_INDEX))

@@ -121,8 +121,6 @@ class SequenceLosses:
     count: Float[Tensor, " B"]
     reference: Float[Tensor, " B"] | None = None
     """Sum by which costs are divided, such as an entropy; None if costs are divided by the loss itself."""
-    cosine: Float[Tensor, " B"] | None = None
-    """Mean cosine between token states and the token states of the whole model."""
 
     @property
     def finite(self) -> Bool[Tensor, " B"]:
@@ -282,14 +280,11 @@ class StateLoss(Loss):
         return first_floating(output).detach()
 
     def read(self, output: Any, batch: LossBatch) -> SequenceLosses:
-        """Return the relative squared change per sequence, and the mean cosine of tokens before and after."""
+        """Return the relative squared change per sequence."""
         ours, whole, real, norm = self._outputs(output, batch)
         moved = ((ours - whole).square() * real).flatten(1).sum(1)
-        cosine = F.cosine_similarity(ours, whole, dim=-1)
-        tokens = real.flatten(1).sum(1)
-        mean = torch.where(real > 0, cosine[..., None], 0.0).flatten(1).sum(1) / tokens
         ones = torch.ones_like(norm)
-        return SequenceLosses(moved / norm, ones, ones, mean.detach())
+        return SequenceLosses(moved / norm, ones, ones)
 
     def probe(self, output: Any, batch: LossBatch, generator: torch.Generator) -> Tensor:
         """Return ``zᵀ Y / ‖Y‖_F`` with random signs z, because E (zᵀ x)² = ‖x‖² for each change x of Y."""
@@ -377,7 +372,7 @@ def _fisher_projection(
 ) -> Float[Tensor, " B"]:
     """Return a projection of the logits of the first C tokens of each sequence, where ``counts`` is True."""
     (sequences, tokens), (_, longest, classes) = counts.shape, logits.shape
-    drawn = torch.randn(sequences, tokens, classes, generator=generator).to(logits)
+    drawn = torch.randn(sequences, tokens, classes, generator=generator, dtype=torch.float32).to(logits)
     u = F.pad(drawn, (0, 0, 0, longest - tokens))
     del drawn
     step = max(1, CHUNK // (sequences * classes))

@@ -275,7 +275,7 @@ def match_places(places: list[SkipPlace], sites: str | Iterable[str] | None) -> 
 def check_lambda(subject: str, value: int | float) -> None:
     """Raise if λ is not a finite number in float32; warn if it is 0."""
     in_range(subject, value, "[-3.4e38, 3.4e38]", fix="1.0 changes nothing.", error=SkipError)
-    if torch.tensor(float(value)) == 0:
+    if torch.tensor(float(value), dtype=torch.float32) == 0:
         effect = "tokens may become similar within a few layers, and no bound holds"
         warnings.warn(f"λ = 0 removes the skip connections: {effect}", UserWarning, stacklevel=3)
 
@@ -336,7 +336,7 @@ def example_for(model: Any) -> Batch:
         size = config_value(config, "image_size", default=224)
         sides = (size, size) if isinstance(size, int) else tuple(size)[-2:]
         shape = (1, config_value(config, "num_channels", default=3), *sides)
-        noise = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        noise = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
         return {"pixel_values": noise.to(device, model.dtype)}
     text = getattr(config, "get_text_config", lambda: config)()
     most = min(config_value(text, "vocab_size") or 64, 64)

@@ -152,7 +152,7 @@ def lambdas_of(model: nn.Module, places: Sequence[SkipPlace]) -> dict[str, Tenso
     lambdas = {}
     for place in places:
         module, around = model.get_submodule(place.module), model.get_submodule(place.block)
-        plain = around.current() if isinstance(around, LambdaSkip) else torch.ones(1)
+        plain = around.current() if isinstance(around, LambdaSkip) else torch.ones(1, dtype=torch.float32)
         scale = getattr(module, place.parameter, plain)
         lambdas[place.name] = scale.detach().reshape(-1)
     return lambdas

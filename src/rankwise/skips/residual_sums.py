@@ -373,9 +373,10 @@ def _mixed_axis(
     The axis is that of a copy of x, if `operand` is one.
     """
     like = total.like
+    ramp = torch.linspace(0.5, 1.5, like.shape[-1], dtype=torch.float32).cos().to(like)
     for token in (-1, 0):
         weights = torch.zeros_like(like)  # unequal weights: with equal ones, entries may cancel
-        weights[(token,) * (like.dim() - 1)] = torch.linspace(0.5, 1.5, like.shape[-1]).cos().to(like)
+        weights[(token,) * (like.dim() - 1)] = ramp
         try:
             (gradient,) = torch.autograd.grad([y], [x], [weights], retain_graph=True, allow_unused=True)
         except RuntimeError:  # a state that was changed in place has no derivative
