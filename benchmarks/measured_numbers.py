@@ -46,8 +46,6 @@ def measure(subject: str, minilm: Path | None, out: Path) -> None:
         model.unused = None  # what the model never calls cannot be initialized anew
         keep("at_init", rw.audit(model, batches, at_init=2))
     if subject == "demo":
-        mean = rw.importance.ImportanceSettings(ablation="mean")
-        keep("importance by means", rw.audit(model, batches[:1], importance=mean))
         text = _text()
         texts = [text[:150], text[300:700]]
         named = rw.audit(model, texts=texts, tokenizer=tokenizer, attention_maps="0:0,3:1")
@@ -174,7 +172,7 @@ def _with_faults(model: Any) -> Any:
         query.bias[:8] = 0
         for linear in (query, key):  # IDENTITY: heads 1 and 2 find their own place
             linear.weight[8:24] = 20 * torch.eye(8, 32).repeat(2, 1)
-        for linear in (second.attention.self.query, second.attention.self.key):  # DUPLICATE_HEADS
+        for linear in (second.attention.self.query, second.attention.self.key):
             linear.weight[8:24] = linear.weight[:8].repeat(2, 1)
         key.weight[24:], key.weight[24:, :8] = 0, 5 * code[0]  # SINK: head 3 finds the first token
         query.bias[24:] = 20

@@ -17,7 +17,7 @@ FUNCTIONS = {*measures.__all__}
 
 COLUMNS = {
     "place and kind": "stack site layer head kind mask cross call",
-    "sequences": "sequences nonfinite_sequences estimated_sequences svd_sequences",
+    "sequences": "sequences nonfinite_sequences estimated_sequences",
     "size": "tokens sources full_rank head_dim hidden_size heads_per_group",
     "ranks": "numerical_rank scale_free_rank effective_rank stable_rank required_head_dim sigma_max",
     "rows": "row_entropy first_token_mass max_token_mass",

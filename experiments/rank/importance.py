@@ -84,13 +84,10 @@ def one_model(
     sets = []
     for at, (split, record) in enumerate(zip(splits, records, strict=True)):
         assert record.removable is not None
-        sets.append(held_out(model, splits, at, "exact", "zero", record.removable.heads))
-        for removal in ("zero", "mean"):
-            estimated = measure_importance(
-                model, split, ImportanceSettings(ablation=removal, **probes)
-            ).record.removable
-            assert estimated is not None
-            sets.append(held_out(model, splits, at, "estimate", removal, estimated.heads))
+        sets.append(held_out(model, splits, at, "exact", record.removable.heads))
+        estimated = measure_importance(model, split, ImportanceSettings(**probes)).record.removable
+        assert estimated is not None
+        sets.append(held_out(model, splits, at, "estimate", estimated.heads))
     single = ImportanceSettings(probes=1, tolerance=None, seed=settings.seed)
     return {
         "model": name,
@@ -104,7 +101,6 @@ def one_model(
             kind: [[getattr(head.importance, kind) for head in audit.heads] for audit in audits]
             for kind in ESTIMATES
         },
-        "cosine": [head.importance.cosine for head in audits[0].heads if head.importance is not None],
         "ranks": {
             name: [[shown[name].value(head) for head in audit.heads] for audit in audits] for name in RANKS
         },
@@ -117,15 +113,13 @@ def one_model(
 
 
 def held_out(
-    model: nn.Module, splits: Sequence[list[Any]], at: int, order: str, removal: Any, heads: Sequence[Any]
+    model: nn.Module, splits: Sequence[list[Any]], at: int, order: str, heads: Sequence[Any]
 ) -> Report:
     """Return the cost of a set on the split it was chosen on, and on each other split."""
-    settings = ImportanceSettings(ablation=removal)
-    costs = [ablation_cost(model, split, heads, settings) for split in splits]
+    costs = [ablation_cost(model, split, heads) for split in splits]
     return {
         "split": at,
         "order": order,
-        "removal": removal,
         "heads": [[head.layer, head.head] for head in heads],
         "here": costs[at].relative,
         "loss": costs[at].loss,
@@ -223,7 +217,6 @@ def set_table(sets: Sequence[Report]) -> str:
         [
             str(one["split"] + 1),
             one["order"],
-            one["removal"],
             str(len(one["heads"])),
             f"{one['here']:+.2%}",
             ", ".join(f"{cost:+.2%}" for cost in one["elsewhere"]),
@@ -234,7 +227,6 @@ def set_table(sets: Sequence[Report]) -> str:
     head = (
         "chosen on",
         "sorted by",
-        "replacement",
         "heads",
         "cost, same split",
         "cost, other splits",

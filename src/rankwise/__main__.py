@@ -3,6 +3,8 @@
 The handler for Ctrl-C is defined before slow imports, because importing PyTorch takes seconds.
 """
 
+import codecs
+import io
 import os
 import signal
 import sys
@@ -17,6 +19,8 @@ _running = False
 """True while a command runs that can still save its results after Ctrl-C."""
 _presses = 0
 _last = -1.0
+PLAIN = {"λ": "lambda", "μ": "mu", "×": "x", "≤": "<=", "≥": ">=", "→": "->", "−": "-", "–": "-", "…": "..."}
+"""What is printed for a character that the encoding of the terminal or pipe lacks; otherwise "?"."""
 TWICE = 0.25
 """Signals within so many seconds are one press: `timeout -s INT` signals the process, then its group."""
 
@@ -50,9 +54,20 @@ def _is_importing(frame: FrameType | None) -> bool:
     return frame is not None
 
 
+def _plain(error: UnicodeError) -> tuple[str, int]:
+    """Return what is printed for characters that cannot be encoded, and the place after them."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return "".join(PLAIN.get(sign, "?") for sign in error.object[error.start : error.end]), error.end
+
+
 def main() -> None:
-    """Run the command line with a handler for Ctrl-C."""
+    """Run the command line with a handler for Ctrl-C, and with output that any encoding can hold."""
     global _running
+    codecs.register_error("plain", _plain)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # None without a console
+            stream.reconfigure(errors="plain")
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # under nohup SIGINT is ignored
         signal.signal(signal.SIGINT, _pressed)
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():

@@ -5,11 +5,11 @@ from typing import Any
 
 import rankwise as rw
 
-OF_THE_FIRST = {"attention_map", "second_attention_map", "spectrum", "membership_map", "membership_grid"}
+OF_THE_FIRST = {"attention_map", "spectrum", "membership_map", "membership_grid"}
 """Fields of the first sequence alone."""
 OF_ALL = {"required_head_dim"}
 """Fields that need all sequences at once, or moments that files do not contain."""
-TOLD = {"created", "seconds", "command", "arguments", "notes", "merged_audits", "batches", "data_digests"}
+TOLD = {"created", "seconds", "command", "arguments", "notes", "batches", "data_digests"}
 """Fields about the making of an audit."""
 
 

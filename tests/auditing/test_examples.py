@@ -1,5 +1,7 @@
 """Tokens are named by text and position, and patches of an image form a grid."""
 
+from collections import Counter
+from itertools import chain
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 
 import rankwise as rw
 from rankwise.auditing import measure
-from rankwise.auditing.examples import Examples, TokenNames, patch_grid, peak_name
+from rankwise.auditing.examples import HeadExamples, TokenNames, patch_grid, peak_names
 from rankwise.models import ToSTConfig, ToSTForImageClassification
 from rankwise.operators import DenseMixing
 from rankwise.tracing import CapturedMixer
@@ -31,20 +33,20 @@ def test_a_tokenizer_without_decode_names_tokens_by_id() -> None:
 
 def test_tokens_are_named_by_text_and_position() -> None:
     names = TokenNames(Words())
-    assert peak_name(names, torch.tensor([0, 5, 6]), 0, 3)[0] == "[CLS], the first token"
-    assert peak_name(names, torch.tensor([0, 5, 6]), 2, 3) == ["w6, the last token", "the last token", "w6"]
+    ids = torch.tensor([0, 5, 6])
+    assert peak_names(names, ids, 0, 3) == {"[CLS], the first token", "the first token", "[CLS]"}
+    assert peak_names(names, ids, 2, 3) == {"w6, the last token", "the last token", "w6"}
+    assert peak_names(names, None, 1, 3) == {"token 1"}
     assert [names.text(7), TokenNames().text(7)] == ["w7", "id 7"]
     space = SimpleNamespace(decode=lambda ids: " ")
     assert TokenNames(space).text(3) == "␣"
 
 
 def of_most(named: list[list[str]]) -> tuple[str, int]:
-    examples = Examples.empty(1)
-    examples.add_names([[kinds] for kinds in named])
-    return examples.peak(0)
+    return HeadExamples(named=len(named), names=Counter(chain(*named))).peak
 
 
-def test_the_most_frequent_name_wins_and_among_equals_the_longest() -> None:
+def test_the_most_frequent_name_wins_and_among_equals_text_and_position() -> None:
     same = [["[CLS], the first token", "the first token", "[CLS]"]] * 2
     assert of_most(same) == ("[CLS], the first token", 2)
     words = [[f"w{n}, the first token", "the first token", f"w{n}"] for n in range(3)]
@@ -58,7 +60,7 @@ def test_the_peak_of_a_head_is_named_without_padding() -> None:
     operator = DenseMixing(torch.eye(4)[None, None])
     site = CapturedMixer("attention", 0, "softmax", operator, valid_tokens=real, valid_sources=real)
     names = TokenNames(Words()).peaks(site, {"input_ids": torch.tensor([[9, 1, 2, 3]])}, [[1]])
-    assert names == [[["w2, token 1", "token 1", "w2"]]]
+    assert names == [[{"w2, token 1", "token 1", "w2"}]]
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 16))

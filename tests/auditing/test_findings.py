@@ -27,6 +27,7 @@ from rankwise.auditing import (
     Audit,
     Finding,
     HeadRecord,
+    Provenance,
     Remedy,
     StateRecord,
     UncapturedModule,
@@ -46,7 +47,6 @@ CONSTANT = {"stable_rank": 1.05, "row_spread": 0.2}
 NARROW = {"head_dim": 15, "required_head_dim": 2}
 SINK = {"max_token_mass": 0.95}
 BROKEN = {"nonfinite_sequences": 1}
-TWINS = [{"nearest_head": 1 - at, "nearest_head_distance": 0.05} for at in range(2)]
 
 CASES: dict[str, tuple[str, Fields, Fields]] = {
     "sink": ("SINK", {"max_token_mass": 0.91}, {"max_token_mass": 0.89}),
@@ -116,7 +116,7 @@ def test_a_finding_of_a_layer_appears_at_its_threshold(
 
 def test_every_rule_has_a_case() -> None:
     codes = {code for code, *_ in (*CASES.values(), *LAYER_CASES)}
-    assert codes | {"DUPLICATE_HEADS", "NOT_CAPTURED", "RANDOM_WEIGHTS", "REMOVABLE"} == set(FINDING_RULES)
+    assert codes | {"NOT_CAPTURED", "RANDOM_WEIGHTS", "REMOVABLE"} == set(FINDING_RULES)
 
 
 def test_the_walk_through_adds_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +149,6 @@ def examples() -> list[Finding]:
     return [
         *(finding for _, just, _ in CASES.values() for finding in diagnose([head(**just)], (), ())),
         *(finding for _, just, _ in LAYER_CASES for finding in diagnose((), just, ())),
-        *diagnose(heads(*TWINS), (), ()),
         *diagnose((), (), [UncapturedModule("mamba", "Mamba", "called, but nothing was seen")]),
     ]
 
@@ -163,13 +162,11 @@ def test_the_evidence_contains_the_deciding_number() -> None:
         assert FINDING_RULES[finding.code].decided_by in finding.evidence or finding in about_states
 
 
-@pytest.mark.parametrize(
-    "code", [code for code, rule in FINDING_RULES.items() if rule.about in ("head", "group")]
-)
+@pytest.mark.parametrize("code", [code for code, rule in FINDING_RULES.items() if rule.about == "head"])
 def test_a_finding_states_the_known_cost_of_its_heads(code: str) -> None:
     """A head whose matrix is NaN has no cost."""
     priced = {"importance": HeadImportance(exact=0.01)}
-    cases = [heads(just) for name, just, _ in CASES.values() if name == code] or [heads(*TWINS)]
+    cases = [heads(just) for name, just, _ in CASES.values() if name == code]
     for case in cases:
         known = [one.model_copy(update=priced) for one in case]
         [finding] = diagnose(known, (), (), importance(reference=1.0))
@@ -191,57 +188,6 @@ def test_findings_on_few_tokens_are_notes_that_name_the_number(trouble: dict[str
     assert (short.severity, long.severity) == ("info", "warning")
     assert short.meaning.endswith("Of 63 tokens; longer sequences may show another head.")
     assert "Of 6" not in long.meaning
-
-
-@pytest.mark.parametrize(
-    ("nearest", "groups"),
-    [
-        ({0: 1, 1: 0}, [[0, 1]]),
-        ({0: 1, 1: 2, 2: 1}, [[0, 1, 2]]),
-        ({0: 2, 1: 2, 2: 0}, [[0, 1, 2]]),
-        ({0: 3, 1: 2, 2: 1, 3: 0}, [[0, 3], [1, 2]]),
-        ({1: 0, 2: 1, 3: 2}, [[0, 1, 2, 3]]),
-        ({2: 1}, [[1, 2]]),
-    ],
-)
-def test_duplicates_are_a_finding_per_group(nearest: dict[int, int], groups: list[list[int]]) -> None:
-    """Heads join a group through their nearest heads, in any direction."""
-    near = [
-        {"nearest_head": nearest[at], "nearest_head_distance": 0.02 * (at + 1)} if at in nearest else {}
-        for at in range(4)
-    ]
-    found = diagnose(heads(*near), (), ())
-    assert [finding.heads for finding in found] == groups
-    for finding in found:
-        assert (finding.code, finding.where.head) == ("DUPLICATE_HEADS", finding.heads[0])
-        largest = max(0.02 * (at + 1) for at in finding.heads if at in nearest)
-        assert finding.evidence == {"heads": len(finding.heads), "nearest_head_distance": largest}
-    assert found[0].meaning.endswith("1 mix the same way.") == (groups == [[0, 1]])
-    for finding in found:
-        others = ", ".join(map(str, finding.heads[1:]))
-        weights = f"the query and key weights of head {finding.heads[0]}"
-        assert finding.remedy.words.endswith(f" {others} {weights}, and compare the loss")
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"nearest_head_distance": 0.11},
-        {"nearest_head_distance": math.nan},
-        {"tokens": 7},
-        {"kind": "selective"},
-    ],
-)
-def test_heads_that_are_not_near_or_not_judged_are_not_duplicates(changes: Fields) -> None:
-    assert codes(*heads(*TWINS)) == ["DUPLICATE_HEADS"]
-    assert codes(*heads(*(one | changes for one in TWINS))) == []
-
-
-def test_duplicates_include_a_head_without_another_finding() -> None:
-    first, second = TWINS
-    assert codes(*heads(first | SINK, second | SINK)) == ["SINK", "SINK"]
-    for both in ((first | SINK, second), (first, second | SINK)):
-        assert sorted(codes(*heads(*both))) == ["DUPLICATE_HEADS", "SINK"]
 
 
 def test_oversized_heads_are_a_finding_per_mixer_at_the_least_required_width() -> None:
@@ -293,14 +239,6 @@ def outcomes(before: Audit, after: Audit) -> list[str]:
     return found
 
 
-def near(*nearest: int, **changes: Any) -> Audit:
-    """Return an audit of heads with a near head each, by its number; −1 for none."""
-    given = [
-        {"nearest_head": other, "nearest_head_distance": 0.05} if other >= 0 else {} for other in nearest
-    ]
-    return audit(heads(*given, **changes))
-
-
 def one(**changes: Any) -> Audit:
     return audit([head(**changes)])
 
@@ -350,12 +288,6 @@ OUTCOMES: dict[str, tuple[Audit, Audit, list[str]]] = {
     "one of two calls": (
         audit(heads(SINK), heads(SINK)), audit(heads(SINK), heads({})), ["unchanged", "resolved"],
     ),
-    "three duplicates": (near(1, 2, 1), near(2, 2, 0), ["unchanged"]),
-    "a duplicate joins": (near(1, 0, -1), near(1, 0, 1), ["worse"]),
-    "a duplicate leaves": (near(1, 2, 1), near(-1, 2, 1), ["better"]),
-    "another duplicate": (near(1, 0, -1), near(2, -1, 0), REPLACED),
-    "duplicates of another layer": (near(1, 0), near(1, 0, layer=1, site="h.1.attn"), REPLACED),
-    "one of two groups": (near(1, 0, 3, 2), near(-1, -1, 3, 2), ["unchanged", "resolved"]),
     "earlier collapse": (states(0.9, 0.8, 0.02), states(0.9, 0.02, 0.02), ["worse"]),
     "deeper collapse": (states(0.9, 0.8, 0.02), states(0.9, 0.8, 0.019), ["worse"]),
     "same collapse": (states(0.9, 0.8, 0.02), states(0.9, 0.8, 0.02), ["unchanged"]),
@@ -392,16 +324,15 @@ def test_outcomes_are_sorted_from_new_to_resolved() -> None:
 
 
 def test_findings_in_another_order_are_unchanged() -> None:
-    near = [{"nearest_head": (at + 1) % 3, "nearest_head_distance": 0.05} for at in range(3)]
     sinks = [{"max_token_mass": 0.95 - at / 100} for at in range(3)]
     reason = "called, but nothing was seen"
     whole = audit(
-        heads(*near, *sinks),
+        heads(*sinks),
         states=token_states(0.9, 0.2, 0.02),
         uncaptured=[UncapturedModule(name="h.0.mixer", type="Mixer", reason=reason)],
     )
     found = {finding.code for finding in whole.findings}
-    assert found >= {"COLLAPSE", "DUPLICATE_HEADS", "SINK", "NOT_CAPTURED"}
+    assert found >= {"COLLAPSE", "SINK", "NOT_CAPTURED"}
     assert compare(whole, whole).is_empty
     for after in (whole, changed(whole, findings=whole.findings[::-1])):
         assert outcomes(whole, after) == ["unchanged"] * len(whole.findings)
@@ -423,8 +354,9 @@ def test_more_removable_heads_are_neither_worse_nor_better() -> None:
     assert not comparison.is_empty
 
 
-HEALTHY = "Healthy: no collapse through depth, no inactive blocks, no constant heads, no duplicate heads."
+HEALTHY = "Healthy: no collapse through depth, no inactive blocks, no constant heads."
 STATES = token_states(0.9, 0.8)
+ONE_BATCH = Provenance(model="m", delta=0.01, batches=1)
 
 
 @pytest.mark.parametrize(
@@ -432,7 +364,7 @@ STATES = token_states(0.9, 0.8)
     [
         (audit(heads({}), states=STATES), HEALTHY),
         (audit(heads({"numerical_rank": 3}), states=STATES), HEALTHY),  # a rank is not a fault
-        (audit(heads({})), "Healthy: no constant heads, no duplicate heads."),
+        (audit(heads({})), "Healthy: no constant heads."),
         (audit([], states=STATES), "Healthy: no collapse through depth, no inactive blocks."),
         (audit(heads({}, tokens=5, sources=5)), "Nothing to judge: sequences have fewer than 8 tokens."),
         (
@@ -440,9 +372,10 @@ STATES = token_states(0.9, 0.8)
             "Nothing was measured: no mixing operator and no token states were captured.",
         ),
         (
-            changed(audit(heads({})), complete=False),
-            "Healthy: no constant heads, no duplicate heads. The audit stopped before the end: some "
-            "measurements are missing.",
+            changed(
+                audit(heads({})), complete=False, provenance=Provenance(model="m", delta=0.01, batches=1)
+            ),
+            "Healthy: no constant heads. The audit stopped before the end: some measurements are missing.",
         ),
     ],
 )
@@ -514,9 +447,6 @@ def test_a_verdict_names_kinds_and_places_and_has_an_action_per_code() -> None:
     )
     remedies = {finding.code: advice(finding) for finding in reversed(found.findings)}
     assert verdict.actions == (remedies["NONFINITE"], remedies["COLLAPSE"])
-    alike = audit(heads(*({"nearest_head": 1 - at, "nearest_head_distance": 0.02} for at in range(2))))
-    assert advice(alike.findings[0]).startswith("No action recommended: equal heads are not a fault")
-    assert alike.verdict.actions == ()  # it saves nothing
     identity = audit(heads({"identity_distance": 0.01}))
     assert identity.verdict.actions == (f"h layer 0 head 0: {advice(identity.findings[0])}",)
 
@@ -564,31 +494,6 @@ def test_no_saving_is_stated_if_a_head_to_remove_was_not_measured(measured: int)
     found = diagnose(known[:measured], states, (), costs, about)
     (saved,) = [one.evidence["parameters"] for one in found if one.code == "REMOVABLE"]
     assert saved == pytest.approx(0.08 if measured == 2 else math.nan, nan_ok=True)
-
-
-def test_without_actions_the_verdict_states_the_cost_of_the_cheapest_head() -> None:
-    costs = [{"importance": HeadImportance(exact=cost), "head_dim": 4} for cost in (0.02, 0.01)]
-    found = audit(heads(*costs), states=token_states(0.9, 0.8, hidden_size=9), importance=importance())
-    about = found.provenance.model_copy(update={"parameters": 2000})
-    assert changed(found, provenance=about).verdict.no_action == (
-        "No action recommended: removing the cheapest head (layer 0, head 1) raises the loss by 0.50% and "
-        "saves at most 8.0% of the parameters."
-    )
-    assert changed(found, importance=None).verdict.no_action == ""
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"reference_name": "the squared norm of the output"}, "+0.50% of the squared norm of the output."),
-        ({"reference_name": "the entropy of the predictions"}, "+0.50% of the entropy of the predictions."),
-        ({"value": 0.0, "reference": 0.0}, "+0.01 nats per token."),
-    ],
-)
-def test_the_cost_of_the_cheapest_head_names_its_reference(changes: dict[str, Any], words: str) -> None:
-    record = importance().model_copy(update=changes)
-    found = audit(heads({"importance": HeadImportance(exact=0.01)}), importance=record)
-    assert found.verdict.no_action.endswith(f"(layer 0, head 0) costs {words}")
 
 
 def test_no_audit_is_advised_that_was_just_run() -> None:

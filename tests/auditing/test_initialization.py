@@ -119,11 +119,6 @@ def integers() -> nn.Module:
     return model
 
 
-def quantized() -> nn.Module:
-    model = MODELS["transformers"]().eval()
-    return torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
-
-
 @pytest.mark.parametrize(
     ("build", "message"),
     [
@@ -132,7 +127,6 @@ def quantized() -> nn.Module:
         (more, r"'table'.*factory=build"),
         (other_configuration, r"no weight|'encoder.layer.0.attention.skip'"),
         (integers, "int8"),
-        (quantized, r"got quantized layers, such as '.*query'"),
     ],
 )
 def test_a_model_with_weights_that_cannot_be_drawn_is_refused(build, message: str) -> None:

@@ -153,25 +153,3 @@ def test_a_measure_is_a_function_and_a_row_as_contributing_says(tmp_path: Path) 
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "added\n"
-
-
-def test_the_page_of_one_number_lists_the_modules_it_passes() -> None:
-    """Each module is imported by another listed module, by the name that takes the number."""
-    page = (ROOT / "docs" / "decisions" / "008-one-number.md").read_text(encoding="utf-8")
-    way = re.findall(r"^ +\d+  (\S+\.py) ", page, re.MULTILINE)
-    assert re.findall(r"^\| `(\S+\.py)`", page, re.MULTILINE) == way
-    assert len(way) <= 9
-    links = {
-        ("auditing/run.py", "auditing/measure.py"): "measure_heads",
-        ("measures/rank.py", "measures/dense_spectrum.py"): "gram_or_svd",
-        ("auditing/measure.py", "auditing/statistics.py"): "HeadStatistics",
-        ("auditing/statistics.py", "auditing/records.py"): "HeadRecord",
-        ("auditing/records.py", "auditing/measure_table.py"): "HeadMeasures",
-        ("auditing/run.py", "auditing/result.py"): "Audit",
-        ("report/head_columns.py", "auditing/measure_table.py"): "HEAD_MEASURES",
-    }
-    assert {module for link in links for module in link} == set(way)
-    for (reader, read), name in links.items():
-        module = "rankwise." + read.removesuffix(".py").replace("/", ".")
-        source = (Path(rw.__file__).parent / reader).read_text(encoding="utf-8")
-        assert re.search(rf"from {re.escape(module)} import \(?[^)]*?\b{name}\b", source), (reader, name)

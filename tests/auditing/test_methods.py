@@ -120,13 +120,6 @@ def test_a_count_that_cannot_be_resolved_is_an_interval(monkeypatch):
     assert [head.rank_low for head in again.heads] == [head.rank_low for head in coarse.heads]
 
 
-@pytest.mark.parametrize(("delta", "svd_sequences"), [(1.0, 2), (0.5, 0)])
-def test_a_singular_value_at_the_threshold_needs_an_svd_and_is_counted(delta, svd_sequences):
-    sites = sites_of(rw.operators.DenseMixing(torch.eye(100)[None, None]))
-    audit = rw.audit(GivenOperator(), [torch.ones(1, 100, 4)] * 2, delta, sites=sites)
-    assert [(head.numerical_rank, head.svd_sequences) for head in audit.heads] == [(100.0, svd_sequences)]
-
-
 @pytest.mark.parametrize(("channels", "measured"), [(128, 128), (129, 16)])
 def test_a_sample_of_channels_is_measured_if_there_are_many(channels, measured):
     kernel = torch.rand(1, channels, 9, generator=torch.Generator().manual_seed(0))

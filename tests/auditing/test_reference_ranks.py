@@ -172,7 +172,7 @@ def test_the_relative_rank_counts_singular_values_of_the_matrix_over_its_norm(m,
     sigma = torch.linalg.svdvals(m)
     counted = (sigma >= 0.05 * sigma[:, :1]).sum(-1).double()
     near = ((sigma / sigma[:, :1] - 0.05).abs() < 1e-9).any(-1) | (sigma[:, 0] == 0)
-    found = rank_summary(m * 2.0**power, 0.05, relative=True).scale_free_rank
+    found = rank_summary(m * 2.0**power, 0.05).scale_free_rank
     assert found[~near].equal(counted[~near])
 
 
@@ -182,7 +182,7 @@ def test_the_relative_rank_by_eigenvalues_equals_the_svd(scale):
     sigma = torch.linalg.svdvals(m)
     for delta in (1e-2, 1e-4):
         wanted = (sigma >= delta * sigma[:, :1]).sum(-1).double()
-        assert rank_summary(m, delta, relative=True).scale_free_rank.equal(wanted)
+        assert rank_summary(m, delta).scale_free_rank.equal(wanted)
 
 
 def test_a_singular_value_at_the_relative_threshold_needs_the_svd():
@@ -190,21 +190,21 @@ def test_a_singular_value_at_the_relative_threshold_needs_the_svd():
     values[60:] = 0.01
     left = torch.linalg.qr(normal(120, 120, seed=1))[0]
     m = (left * values) @ torch.linalg.qr(normal(120, 120, seed=2))[0]
-    summary = rank_summary(8 * m[None], 0.01, relative=True)
+    summary = rank_summary(8 * m[None], 0.01)
     assert summary.used_svd.item() == 1
 
 
 def test_the_relative_rank_of_zero_is_zero_and_of_nan_is_nan():
     m = torch.zeros(2, 100, 100, dtype=torch.float64)
     m[1, 0, 0] = math.nan
-    found = rank_summary(m, relative=True).scale_free_rank
+    found = rank_summary(m).scale_free_rank
     assert found[0] == 0
     assert found[1].isnan()
 
 
 def test_the_interval_of_an_estimate_contains_the_relative_rank():
     m = 50 * normal(2, 90, 90) @ torch.diag(torch.logspace(0, -4, 90, dtype=torch.float64))
-    exact = rank_summary(m, 0.01, relative=True).scale_free_rank
+    exact = rank_summary(m, 0.01).scale_free_rank
     found = estimate_spectrum(m, 8, 30).relative_count(0.01)
     assert ((found.low <= exact) & (exact <= found.high)).all()
 

@@ -21,8 +21,8 @@ from rankwise.cli import app
 from rankwise.compression import Compression
 
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom. " * 120
-T, HEADS = 32, 5
-SINK, CONSTANT, IDENTITY, TWIN, OTHER = range(HEADS)
+T, HEADS = 32, 4
+SINK, CONSTANT, IDENTITY = range(3)
 WIDTH = T + 2
 
 
@@ -53,7 +53,7 @@ def tokens() -> Tensor:
 
 @torch.no_grad()
 def designed(causal: bool = False, layers: int = 1) -> Stack:
-    """Return blocks with heads that are a sink, constant, the identity, and two that are alike."""
+    """Return blocks with heads that are a sink, constant, the identity, and random."""
     torch.manual_seed(0)
     model = Stack(Block(Attention(causal)) for _ in range(layers)).eval()
     attention = model.blocks[0].mixer
@@ -62,8 +62,6 @@ def designed(causal: bool = False, layers: int = 1) -> Stack:
     query[SINK, 0, 0] = key[SINK, 0, 1] = 16  # queries match the key of the first token
     for at in range(2, WIDTH):
         query[IDENTITY, at, at] = key[IDENTITY, at, at] = 16
-    query[TWIN] *= 40
-    query[OTHER], key[OTHER] = query[TWIN] + 1e-3, key[TWIN]
     return model
 
 
@@ -96,17 +94,6 @@ def folded(finding: Finding) -> None:
     value = attention.value.weight.view(HEADS, WIDTH, WIDTH)[IDENTITY]
     mapped = tokens() @ (read_by_output(attention, IDENTITY) @ value).T
     assert (contribution(model, IDENTITY) - mapped).norm() < 0.2 * mapped.norm()
-
-
-@torch.no_grad()
-def merged(finding: Finding) -> None:
-    model, before = designed(), designed()(tokens())
-    assert finding.heads == [TWIN, OTHER]
-    attention = model.blocks[0].mixer
-    for weights in (attention.query.weight, attention.key.weight):
-        by_head = weights.view(HEADS, WIDTH, WIDTH)
-        by_head[OTHER] = by_head[TWIN]
-    assert (model(tokens()) - before).norm() < 0.1 * contribution(model, TWIN).norm()
 
 
 @torch.no_grad()
@@ -151,7 +138,6 @@ def compared(finding: Finding) -> None:
 FOLLOWED: dict[str, Callable[[Finding], None]] = {
     "replace it with a linear map of each token, the product of its output and value projections, "
     "and compare the loss": folded,
-    f"give head {OTHER} the query and key weights of head {TWIN}, and compare the loss": merged,
     "save the checkpoint under the names of the model": renamed,
     "raise λ in the config or the skip connections of the model, if it has λ": raised,
     "nothing that was tried helps; compare the model to one with pre-norm, by rw.skips.try_lambdas": compared,
@@ -260,7 +246,6 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "SINK": (designed, tokens),
     "CONSTANT": (designed, tokens),
     "IDENTITY": (designed, tokens),
-    "DUPLICATE_HEADS": (designed, tokens),
     "OVERSIZED_HEADS": (spare, ids),
     "REMOVABLE": (spare, ids),
     "NONFINITE": (broken, ids),

@@ -22,8 +22,6 @@ from rankwise.errors import InputError
 
 SMALL = [name for name in records.ALL if name != "large"]
 KINDS = ("heads", "states", "findings", "uncaptured")
-HOSTILE = ('=HYPERLINK("http://x")', "+1", "-1", "@SUM(A1)", "\t=1", "\r=1", 'a,"b"\nc', records.NASTY, "")
-
 
 ENCODER = records.encoder()
 
@@ -68,20 +66,11 @@ def test_a_number_is_written_in_full(value: float) -> None:
     assert type(value)(text) == value
 
 
-@pytest.mark.parametrize("name", HOSTILE)
-def test_a_cell_does_not_begin_like_a_formula(name: str, tmp_path: Path) -> None:
-    audit = changed(ENCODER, every={"site": name, "std": {name: 0.5}})
-    head, rows = cells(audit.to_csv(tmp_path / "a.csv"))
-    texts = [*head, *(row[head.index(column)] for row in rows for column in ("site", "stack", "kind"))]
-    assert not [text for text in texts if text.startswith(("=", "+", "-", "@", "\t", "\r"))]
-    assert {row[head.index("site")].removeprefix("'") for row in rows} == {name}
-
-
-def test_a_negative_number_is_not_a_formula(tmp_path: Path) -> None:
-    states = [state.model_copy(update={"mean_cosine": -0.25}) for state in ENCODER.states]
-    head, rows = cells(changed(ENCODER, states=states).to_csv(tmp_path, "states"))
-    assert {row[head.index("mean_cosine")] for row in rows} == {"-0.25"}
-    assert (tmp_path / "states.csv").exists()
+@pytest.mark.parametrize("name", ["\t=1", "\r=1", 'a,"b"\nc', records.NASTY, ""])
+def test_a_text_is_written_as_it_is(name: str, tmp_path: Path) -> None:
+    head, rows = cells(changed(ENCODER, every={"site": name}).to_csv(tmp_path))
+    assert {row[head.index("site")] for row in rows} == {name}
+    assert (tmp_path / "heads.csv").exists()
 
 
 def test_columns_follow_the_table_of_measures_each_with_its_spread(audit: rw.Audit) -> None:
@@ -102,7 +91,6 @@ def test_numbers_of_a_frame_equal_the_records(audit: rw.Audit) -> None:
         assert frame["numerical_rank"][at] == head.numerical_rank
         assert frame["stable_rank_std"][at] == head.std["stable_rank"]
         assert frame["at_init_stable_rank"][at] == head.at_init.mean["stable_rank"]
-        assert frame["at_init_stable_rank_std"][at] == head.at_init.std["stable_rank"]
         assert frame["at_init_stable_rank_seed_std"][at] == head.at_init.seed_std["stable_rank"]
         assert frame["importance_curvature"][at] == head.importance.curvature
     assert list(audit.to_frame("states")["blocks"]) == [0, 1, 2, 3]
@@ -129,26 +117,26 @@ def test_a_head_is_found_by_its_numbers(name: str) -> None:
         assert audit.head(head.layer, head.head, stack=head.stack) == head
 
 
-DECODER = {"stack": "decoder.block"}
-
-
 @pytest.mark.parametrize(
-    ("name", "layer", "head", "where", "message"),
+    ("name", "layer", "where", "message"),
     [
-        ("encoder", 99, 0, {}, "got no layer 99. Known: 0, 1, 2, 3, 4, 5"),
-        ("encoder", 0, 99, {}, "no head 99. It has 12 of them, 0 to 11"),
-        ("encoder", -1, 0, {}, "no layer -1"),
-        ("encoder_decoder", 0, 0, {"stack": "h"}, "no stack 'h'. Known: 'encoder.block', 'decoder.block'"),
-        ("encoder_decoder", 0, 0, {}, "got 3. Say which: stack='encoder.block', stack='decoder.block'"),
-        ("encoder_decoder", 0, 0, DECODER, "Say which: site='decoder.block.0.layer.0"),
-        ("no_heads", 0, 0, {}, "no mixing operator was captured"),
+        ("encoder", 99, {}, "layer 99, head 0: expected one head of the audit, got 0"),
+        (
+            "encoder_decoder",
+            0,
+            {"stack": "h"},
+            "got 0. The audit has such heads in stack='encoder.block', site",
+        ),
+        ("encoder_decoder", 0, {}, "got 3. The audit has such heads in stack='encoder.block', site"),
+        ("encoder_decoder", 0, {"stack": "decoder.block"}, "got 2"),
+        ("no_heads", 0, {}, "No mixing operator was captured"),
     ],
 )
 def test_numbers_of_no_or_several_heads_are_refused(
-    name: str, layer: int, head: int, where: dict[str, str], message: str
+    name: str, layer: int, where: dict[str, str], message: str
 ) -> None:
     with pytest.raises(InputError, match=re.escape(message)):
-        records.ALL[name]().head(layer, head, **where)
+        records.ALL[name]().head(layer, 0, **where)
 
 
 def test_a_summary_is_plain_text_of_the_given_width(audit: rw.Audit) -> None:

@@ -4,7 +4,6 @@ import copy
 import io
 import json
 import math
-import random
 import re
 from pathlib import Path
 from typing import Any
@@ -67,9 +66,7 @@ REFUSED: list[tuple[str, str, Content, str]] = [
     ("encoder", "heads", {"head": 10**30}, r"heads\.0\.head"),
     ("encoder", "heads", {"sequences": 10**400}, r"heads\.0\.sequences"),
     ("encoder", "heads", {"x" * 9000: 1}, r"heads\.0\.x+ … \("),
-    ("memberships", "heads", {"membership_grid": [10**9, 10**9]}, "membership_grid"),
     ("memberships", "heads", {"membership_grid": [-4, -10]}, "membership_grid"),
-    ("encoder", "heads", {"membership_grid": [0, 7], "membership_map": [0.5]}, "membership_grid"),
     ("encoder", "provenance", {"delta": NAN}, r"provenance\.delta"),
     ("encoder", "provenance", {"delta": 0}, r"provenance\.delta"),
     ("encoder", "", {"schema_version": ["x"] * 9000}, "schema version"),
@@ -94,18 +91,11 @@ def test_impossible_fields_are_refused(name, part, fields, message, tmp_path: Pa
     assert len(str(refused.value)) < 1000
 
 
-@pytest.mark.parametrize("levels", [101, 950, 990, 100_000])
-@pytest.mark.parametrize("brackets", ["[]", "{}"])
-def test_deep_nesting_is_refused(levels: int, brackets: str, tmp_path: Path) -> None:
-    opening, closing = ("[", "]") if brackets == "[]" else ('{"a":', "}")
+def test_deep_nesting_is_refused(tmp_path: Path) -> None:
     text = json.dumps(ORIGINALS["encoder"] | {"uncaptured": "HERE"})
-    for version, field in ((2, "the fields"), (3, "uncaptured")):  # an upgrade visits all levels
-        edited = text.replace('"schema_version": 3', f'"schema_version": {version}')
-        (tmp_path / "audit.json").write_text(
-            edited.replace('"HERE"', opening * levels + "1" + closing * levels)
-        )
-        with pytest.raises(RecordError, match=f"nested too deeply|{field}"):
-            Audit.load(tmp_path)
+    (tmp_path / "audit.json").write_text(text.replace('"HERE"', "[" * 100_000 + "1" + "]" * 100_000))
+    with pytest.raises(RecordError, match="nested too deeply"):
+        Audit.load(tmp_path)
 
 
 def test_a_head_with_a_large_number_is_one_column(tmp_path: Path) -> None:
@@ -146,55 +136,3 @@ def test_maps_of_different_tokens_are_not_drawn_together(tmp_path: Path) -> None
     texts = [shown_everywhere(one, one, tmp_path) for one in (whole, changed)]
     before, after = (len(re.findall('data-png="memberships-', text)) for text in texts)
     assert 0 <= after == before - 1
-
-
-WHOLE = [0, -1, 1, 10**9, 10**30, 10**400, 0.5, NAN]
-REAL = [NAN, INFINITY, -INFINITY, 0, -0.0, -1, 1e308, -1e308, 5e-324, 10**400]
-TEXT = ["", "x" * 5000, "\x00\x1b[31m", "[bold]", "\u202e", "{{7*7}}", "</script>", "a\nb", "%s", "\ud800"]
-LISTS = [[], [NAN], [INFINITY, 1], [-1] * 3, [5e-324] * 4, [None] * 5, [1] * 3000, [[1]], [0, 0], [3, 8]]
-DICTS = [{}, {"": 1}, {"tokens": NAN}, {"effective_rank": INFINITY}, {"numerical_rank": -1}, {"x" * 5000: 1}]
-WRONG = [None, True, "7", [], {}, 10**9, "nan"]
-
-
-def like(value: object, draw: random.Random) -> object:
-    """Return another value, usually of the same type."""
-    kinds = ((bool, [True, False, 1, None]), (int, WHOLE), (float, REAL), (str, TEXT))
-    kinds += ((list, LISTS), (dict, DICTS))
-    pool = next((pool for kind, pool in kinds if isinstance(value, kind)), [*REAL, *WHOLE, *LISTS])
-    return copy.deepcopy(draw.choice(pool if draw.random() < 0.85 else WRONG))
-
-
-def tampered(content: Content, draw: random.Random) -> Content:
-    """Change, remove, invent or repeat a field in one record or in all records of a kind."""
-    content = copy.deepcopy(content)
-    for _ in range(draw.choice((1, 1, 3))):
-        parts = ["heads", "heads", "heads", "states", "findings", "where", "provenance", "uncaptured"]
-        records = part_of(content, draw.choice(parts))
-        if not records or not records[0]:
-            continue
-        field, how = draw.choice(sorted(records[0])), draw.random()
-        value = like(records[0][field], draw)
-        for record in records if draw.random() < 0.5 else records[:1]:
-            if how < 0.85:
-                record[field] = value
-            elif how < 0.9:
-                record.pop(field, None)
-            elif how < 0.95:
-                record["invented"] = value
-            else:
-                records += [record] * draw.choice((1, 40))
-                break
-    return content
-
-
-@pytest.mark.parametrize("tens", range(10))
-def test_a_tampered_file_is_shown_or_refused(tens: int, tmp_path: Path) -> None:
-    for seed in range(10 * tens, 10 * tens + 10):
-        draw = random.Random(seed)
-        name = draw.choice(sorted(ORIGINALS))
-        original = Audit.model_validate(ORIGINALS[name])
-        try:
-            audit = loaded(tampered(ORIGINALS[name], draw), tmp_path)
-        except RecordError:
-            continue
-        shown_everywhere(audit, original, tmp_path)

@@ -79,6 +79,26 @@ def test_each_batch_runs_once_and_nothing_changes(name: str, method: Any) -> Non
     assert not audit.provenance.skips_examined
 
 
+FIRST_RUNS: dict[str, Callable[[nn.Module, Any], Any]] = {
+    "audit": lambda model, batch: rw.audit(model, [batch], importance="exact"),
+    "monitor": lambda model, batch: [rw.RankMonitor(batch, every=1).step(model, step) for step in range(2)],
+    "skips": lambda model, batch: rw.remove_lambda_skip(
+        rw.add_lambda_skip(model, 1.0, example=batch) and model
+    ),
+    "certify": lambda model, batch: rw.certify_skip(model, batch),
+}
+
+
+@pytest.mark.parametrize("use", FIRST_RUNS)
+def test_hooks_of_a_first_run_are_not_left_without_their_flag(use: str) -> None:
+    """transformers adds hooks that record hidden states at the first run, and notes this in an attribute."""
+    model, batch = hugging_face("BertModel", **BERT, output_hidden_states=True)(), token_ids()
+    with untouched(model):
+        FIRST_RUNS[use](model, batch)
+    with torch.no_grad():
+        assert len(model(**batch).hidden_states) == 4
+
+
 def test_the_models_of_these_tests_collapse_or_have_skips() -> None:
     assert "COLLAPSE" in {one.code for one in rw.audit(collapsing(), ids()).findings}
     assert rw.skips.skips_of(with_skips())

@@ -2,6 +2,7 @@
 
 import csv
 import errno
+import os
 import shlex
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -15,10 +16,9 @@ from typer.testing import CliRunner, Result
 
 import rankwise as rw
 from rankwise.auditing import Audit, History
-from rankwise.cli import app, run_jobs
-from rankwise.cli.audit_job import PIECE, WHOLE, AuditJob
-from rankwise.cli.audit_many import audit_many, jobs_of
-from rankwise.cli.run_jobs import run_here
+from rankwise.cli import app, audit_job
+from rankwise.cli.audit_job import AuditJob
+from rankwise.cli.audit_many import audit_many, jobs_of, run_here
 from rankwise.errors import InputError, RankwiseError
 
 Run = Callable[..., Result]
@@ -158,14 +158,14 @@ def test_a_code_in_any_audit_fails_the_command(run: Run, home: Path) -> None:
 
 
 def test_ctrl_c_keeps_finished_audits_and_their_history(run, home, monkeypatch) -> None:
-    load, calls = run_jobs.load_model, iter(range(9))
+    load, calls = audit_job.load_model, iter(range(9))
 
     def interrupted(*arguments: object, **options: object) -> object:
         if next(calls) == 1:
             raise KeyboardInterrupt
         return load(*arguments, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(run_jobs, "load_model", interrupted)
+    monkeypatch.setattr(audit_job, "load_model", interrupted)
     result = run("audit", *CHECKPOINTS, *DATA, "--out", "cut")
     assert result.exit_code == 130
     assert [path.parent.name for path in (home / "cut").glob("*/audit.json")] == ["checkpoint-90"]
@@ -181,14 +181,6 @@ def test_a_folder_of_audits_is_compared_in_order(audited: Result, run: Run, home
     assert (home / "h.csv").stat().st_size > 0
     same = run("compare", *sorted((home / "audits").glob("check*")))
     assert rows_of(same) == rows_of(result)
-
-
-def test_two_audits_are_compared_with_a_page(audited: Result, run: Run, home: Path) -> None:
-    paths = ("audits/checkpoint-90", "audits/checkpoint-1000")
-    result = run("compare", *paths, "--out", "c.html", "--out", "c.json")
-    assert result.exit_code == 0, result.output
-    assert "Changes by layer" in result.output
-    assert "Where heads changed" in (home / "c.html").read_text()
 
 
 @pytest.mark.parametrize(
@@ -219,40 +211,39 @@ def net(tmp_path: Path) -> Path:
     return Path(shutil.copy(NETS, tmp_path / "net.py"))
 
 
-def test_resume_audits_missing_models_and_says_why_audits_are_not_kept(net: Path, tmp_path: Path) -> None:
+def test_resume_audits_missing_models_and_says_why_audits_are_not_kept(
+    run: Run, home: Path, tmp_path: Path, net: Path
+) -> None:
     out = tmp_path / "out"
-    words = ["audit", f"{net}:counted", f"{net}:fails", "--out", str(out), "--resume"]
+    first, second = models = [tmp_path / name for name in ("checkpoint-90", "checkpoint-200")]
+    for model in models:
+        shutil.copytree(home / "run" / model.name, model)
 
-    def resumed(*options: str, status: int = 0) -> str:
-        done = CliRunner().invoke(app, [*words, *options])
-        assert done.exit_code == status, done.output
+    def resumed(*arguments: object) -> str:
+        done = run("audit", *arguments, *DATA, "--out", out, "--resume")
+        assert done.exit_code == 0, done.output
         return done.output
 
-    assert "OSError: no weights" in (said := resumed(status=1))
-    assert "audited 1, kept 0, failed 1" in said
-    (tmp_path / "repaired").touch()
-    assert "audited 1, kept 1, failed 0" in resumed()
-    (out / "net.py-counted").rename(out / "another name")
-    assert "audited 0, kept 2, failed 0" in resumed()
+    assert "audited 1, kept 0" in resumed(first)
+    assert "audited 1, kept 1, failed 0" in resumed(*models)
+    (out / "checkpoint-90").rename(out / "another name")
+    assert "audited 0, kept 2, failed 0" in resumed(*models)
     assert len(History.load(out)) == 2
-    (tmp_path / "repaired").write_text("2")
-    said = resumed()
-    assert "the audit in net.py-fails is not kept: the factory returns other weights or batches" in said
+    os.utime(first / "config.json", (0, 0))
+    said = resumed(*models)
+    assert "the audit in another name is not kept: files that it read have changed" in said
     assert "audited 1, kept 1" in said
-    with net.open("a", encoding="utf-8") as code:
-        code.write("# other weights")
-    said = resumed()
-    assert "the audit in another name is not kept: model changed since" in said
-    assert "audited 2, kept 0" in said
-    path = out / "net.py-fails" / "audit.json"
+    path = out / "checkpoint-200" / "audit.json"
     Audit.load(path).model_copy(update={"complete": False}).save(path)
-    (out / "net.py-counted" / "audit.json").write_text("{")
-    said = resumed()
-    assert "the audit in net.py-fails is not kept: it is incomplete" in said
-    assert "net.py-counted is not kept: " in said
+    (out / "checkpoint-90" / "audit.json").write_text("{")
+    said = resumed(*models)
+    assert "the audit in checkpoint-200 is not kept: it is incomplete" in said
+    assert "checkpoint-90 is not kept: " in said
     assert "audited 2, kept 0" in said
-    assert "is not kept: its command is `rankwise audit" in (said := resumed("--at-init"))
-    assert "audited 2, kept 0" in said
+    assert "is not kept: its command is `rankwise audit" in (said := resumed(second, "--delta", 0.1))
+    assert "audited 1, kept 0" in said
+    for reason in ("audited 1, kept 0", "not kept: a factory can return other weights or batches"):
+        assert reason in run("audit", f"{net}:counted", "--out", out, "--resume").output
 
 
 @pytest.mark.parametrize("options", [["--resume"], ["--ray", "local"], ["again.py:counted"]])
@@ -364,9 +355,10 @@ def test_adding_models_moves_no_audit_and_replaces_none(tmp_path, capsys) -> Non
 
     assert resumed("org/m") == ["m", "kept 0"]
     assert resumed("org/m", "other/m", "m@step1") == ["m", "other-m", "m-step1", "kept 1"]
-    assert resumed("M", "other/m") == ["000-M", "other-m", "kept 1"]
-    assert resumed("a/x", "A/x", "a-x") == ["001-a-x", "002-A-x", "003-a-x", "kept 0"]
-    assert len(list(tmp_path.glob("*/audit.json"))) == 7
+    for models in (("M", "other/m"), ("a/x", "A/x", "a-x")):
+        with pytest.raises(InputError, match="one folder name per model, not that of another audit, got"):
+            resumed(*models)
+    assert len(list(tmp_path.glob("*/audit.json"))) == 3
 
 
 def test_audits_of_other_models_stay(tmp_path: Path) -> None:
@@ -402,9 +394,9 @@ OPTIONS = [
     ["--rank-method", "exact"], ["--attention-maps", "0:1,2:3"], ["--device", "cuda:1"],
     ["--device-map", '{"": "cpu"}'], ["--offload-folder", "/o"], ["--dtype", "float16"], ["--tokenizer", "t"],
     ["--trust-remote-code"], ["--loss"], ["--shards", "2"], ["--shards", "1/2"],
-    ["--at-init"], ["--at-init-seeds", "1"], ["--importance"],
+    ["--at-init"], ["--at-init", "1"], ["--importance"],
     ["--importance", "exact"], ["--importance", "exact", "--importance-tolerance", "0.5"],
-    ["--importance", "--importance-ablation", "mean"], ["--importance", "--importance-loss", "causal"],
+    ["--importance", "--importance-loss", "causal"],
 ]  # fmt: skip
 
 
@@ -447,8 +439,8 @@ def test_digests_change_with_any_file_that_is_read_and_with_nothing_else(tmp_pat
     folder, text, photos = tmp_path / "model", tmp_path / "t.txt", tmp_path / "photos" / "deep"
     (folder / "results").mkdir(parents=True)
     photos.mkdir(parents=True)
-    large = folder / "large.safetensors"
-    large.write_bytes(bytes(WHOLE + PIECE))
+    weights = folder / "model.safetensors"
+    weights.touch()
     text.write_text("some text")
     job = AuditJob(
         model=str(folder), text=text, images=photos.parent, dataset="org/on-the-hub@one:train:text"
@@ -463,8 +455,8 @@ def test_digests_change_with_any_file_that_is_read_and_with_nothing_else(tmp_pat
     for name in ("index.html", "history.csv"):
         (photos.parent / name).touch()
     assert job.file_digests() == found
-    large.write_bytes(b"x" * (WHOLE + PIECE))
-    text.write_text("some tex.")
+    os.utime(weights, (0, 0))
+    text.write_text("some other text")
     (photos / "new.png").touch()
     after = job.file_digests()
     assert all(after[name] != found[name] for name in found)
@@ -478,10 +470,6 @@ def test_digests_change_with_any_file_that_is_read_and_with_nothing_else(tmp_pat
         (["--text", "none.txt"], r"none\.txt: expected a text file, got no such file"),
         (["--images", "none"], "none: expected a folder of images, got no such folder"),
         (["--text", __file__, "--device", "cuda:99"], "--device cuda:99"),
-        (["--text", __file__, "--tokenizer", "nope"], "tokenizer nope: .* no answer from"),
-        (["--cpus", "1"], "--cpus: expected --ray next to it"),
-        (["--gpus", "0.5"], "--gpus: expected --ray next to it"),
-        (["--ray", "local", "--gpus", "1"], "--gpus: expected audits on GPUs next to it"),
         (["--loss", "--importance"], "--loss: expected no --importance next to it"),
         (["--shards", "2", "--at-init"], "--at-init: expected no --shards next to it"),
         *((["--shards", wrong], "--shards: expected N, or K/N") for wrong in ("0", "3/2", "0/2", "two")),
@@ -493,9 +481,8 @@ def test_digests_change_with_any_file_that_is_read_and_with_nothing_else(tmp_pat
         (["--ray", "--dataset", "a:b:c:d"], "--dataset 'a:b:c:d'"),
     ],
 )
-def test_wrong_options_are_refused_before_a_model_is_loaded(options, says, tmp_path, monkeypatch) -> None:
+def test_wrong_options_are_refused_before_a_model_is_loaded(options, says, tmp_path) -> None:
     out = tmp_path / "out"
-    monkeypatch.setattr("rankwise.cli.load_model.hub_reachable", lambda: False)
     done = CliRunner().invoke(app, ["audit", "a", "b", *options, "--out", str(out)])
     assert isinstance(done.exception, InputError)
     with pytest.raises(InputError, match=says):

@@ -11,9 +11,8 @@ from tests.auditing.same_audits import compared
 from tests.support.nets import NETS
 
 from rankwise.auditing import Audit, Provenance
-from rankwise.cli.audit_job import AuditJob
-from rankwise.cli.audit_many import jobs_of
-from rankwise.cli.run_jobs import run_here, run_job, run_on_ray
+from rankwise.cli.audit_job import AuditJob, run_job
+from rankwise.cli.audit_many import jobs_of, run_here, run_on_ray
 from rankwise.errors import InputError, RankwiseError
 
 RETRIES = "RAY_task_oom_retries"
@@ -40,11 +39,9 @@ EXCEPTIONS = SimpleNamespace(
 class FakeRay(ModuleType):
     """A Ray whose tasks finish in turn, each with a result or an exception by its model."""
 
-    refusal = "Could not find any running Ray instance."
-
-    def __init__(self, given: dict[str, Any] | None = None, *, running: bool = True, waits: int = 9) -> None:
+    def __init__(self, given: dict[str, Any] | None = None, *, refusal: str = "", waits: int = 9) -> None:
         super().__init__("ray")
-        self.given, self.running, self.waits = given or {}, running, waits
+        self.given, self.refusal, self.waits = given or {}, refusal, waits
         self.inits: list[dict[str, Any]] = []
         self.options: dict[str, Any] = {}
         self.stops = 0
@@ -52,7 +49,7 @@ class FakeRay(ModuleType):
 
     def init(self, **options: Any) -> None:
         self.inits.append(options)
-        if options["address"] != "local" and not self.running:
+        if self.refusal:
             raise ConnectionError(self.refusal)
 
     def cluster_resources(self) -> dict[str, float]:
@@ -130,36 +127,17 @@ def test_a_lost_cluster_is_an_error_of_each_audit_that_is_left(results: Any) -> 
     assert ray.stops == 1
 
 
-def test_a_cluster_that_refuses_is_an_error_without_a_local_cluster(results: Any) -> None:
-    ray = FakeRay(running=False)
-    ray.refusal = "Authentication token is missing."
-    with pytest.raises(InputError, match=r"--ray: .*token is missing.*RAY_AUTH_MODE=token"):
-        results(ray)
-    assert [options["address"] for options in ray.inits] == ["auto"]
+def test_a_cluster_that_refuses_is_an_error(results: Any) -> None:
+    with pytest.raises(InputError, match=r"--ray head:1: .*token is missing.*RAY_AUTH_MODE=token"):
+        results(ray := FakeRay(refusal="Authentication token is missing."), "head:1")
+    assert [options["address"] for options in ray.inits] == ["head:1"]
 
 
-def test_a_local_cluster_starts_only_without_an_address_and_a_running_cluster(
-    results: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    results(ray := FakeRay())
-    assert [options["address"] for options in ray.inits] == ["auto"]
-    assert capsys.readouterr().err == "rankwise: Ray cluster at head:6379: 2 CPUs, 0 GPUs\n"
-    results(ray := FakeRay(running=False))
-    assert [options["address"] for options in ray.inits] == ["auto", "local"]
-    assert ray.inits[-1]["include_dashboard"] is False
-    assert "Ray cluster started on this machine: 2 CPUs" in capsys.readouterr().err
-    with pytest.raises(InputError, match=r"--ray head:6379: expected a Ray cluster that answers"):
-        results(FakeRay(running=False), "head:6379")
-    monkeypatch.setenv("RAY_ADDRESS", "head:1")
-    with pytest.raises(InputError, match=r"--ray head:1: expected a Ray cluster that answers"):
-        results(FakeRay(running=False))
-
-
-def test_jobs_larger_than_a_local_cluster_are_refused_and_others_wait_for_it_to_grow(results: Any) -> None:
-    with pytest.raises(InputError, match=r"--cpus 1 --gpus 1: expected at most .* got 2 CPUs, 0 GPUs"):
-        results(ray := FakeRay(), "local", gpus=1)
-    assert ray.stops == 1
-    assert len(results(FakeRay(), "head:6379", gpus=1)) == 3
+def test_tasks_larger_than_the_cluster_are_said_to_wait(results: Any, capsys) -> None:
+    assert len(results(FakeRay(), gpus=1)) == 3
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "rankwise: Ray cluster at head:6379: 2 CPUs, 0 GPUs"
+    assert said[1] == "rankwise: tasks wait for 1 CPUs and 1 GPUs each"
 
 
 def test_without_ray_the_install_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,7 +120,7 @@ def test_python_m_rankwise_is_the_command_and_its_threads_do_not_spin(tmp_path: 
     assert re.findall(r"OMP_WAIT_POLICY\s*=\s*'(\w+)'", done.stderr) == ["PASSIVE"]
     said = [line for line in done.stderr.splitlines() if line.startswith("rankwise")]
     assert len(said) == 1
-    assert said[0].startswith("rankwise: model nowhere.py:f: expected a Python file")
+    assert said[0].startswith("rankwise: model nowhere.py:f: expected a factory without")
 
 
 @pytest.mark.parametrize("name", SPIN)

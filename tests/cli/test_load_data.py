@@ -39,27 +39,14 @@ def test_a_byte_order_mark_is_dropped_and_line_endings_are_kept(tmp_path: Path) 
     [
         ("a.txt", b"", "expected some text, got an empty file"),
         ("a.txt", b"\xef\xbb\xbf \n\t\n", "expected some text, got an empty file"),
-        ("a b.txt", b"caf\xe9", r"byte 0xE9 in line 1\. .* iconv -f LATIN1 -t UTF-8 '.*/a b\.txt'"),
-        ("a.txt", b"\xef\xbb\xbfone\ntwo\n\xff", "byte 0xFF in line 3"),
-        ("a.txt", "héllo".encode("utf-16"), "iconv -f UTF-16 -t UTF-8"),
-        ("a.txt", gzip.compress(b"abc", mtime=0), "gunzip -k"),
+        ("a.txt", b"caf\xe9", r"byte 0xe9 in position 3.* iconv -f LATIN1 -t UTF-8 .*/a\.txt"),
         ("a.txt", None, r"a\.txt: expected a text file, got no such file\. Check the path"),
         (".", None, "expected a text file, got a folder"),
-        ("a.jsonl", None, r"a\.jsonl: expected a text file, got no such file\. Check the path"),
-        ("a.jsonl", b'{"text": "a"}\n\n{"text": ', r"a\.jsonl, line 3: expected a JSON object .*got no JSON"),
-        (
-            "a.jsonl",
-            b'"a"',
-            r"line 1: expected a JSON object such as .*, got str\. Write one object per line",
-        ),
-        ("a.jsonl", b'{"txt": "a"}', "line 1: .*, got the fields 'txt'"),
-        ("a.jsonl", b'{"text": 7}', "got the fields 'text'"),
-        ("a.jsonl", b'{"text": "a", "more": ' + b"[" * 100_000, r"line 1: .*no JSON .*nested too deeply"),
-        ("a.jsonl", b'{"text": "a", "more": ' + b"9" * 5000 + b"}", "line 1: .*got no JSON"),
-        ("a.jsonl", b'{"text": "\\ud800"}', "line 1: .*got no JSON"),
-        ("a.jsonl", b"\n\n", r"a\.jsonl: expected a JSON object such as .*, got an empty file"),
-        ("a.jsonl", b'{"text": "\xff"}', "byte 0xFF in line 1"),
-        ("a.jsonl", gzip.compress(ROWS, mtime=0)[:-9], "expected a whole gzip file, got a broken one"),
+        ("a.jsonl", None, r"a\.jsonl: expected a data file or folder, got no such file\. Check the path"),
+        ("a.jsonl", b'{"text": "a"}\n\n{"text": ', r"a\.jsonl: expected a data set that can be read"),
+        ("a.jsonl", b'{"txt": "a"}', r"a\.jsonl: expected a column 'text', got the columns 'txt'"),
+        ("a.jsonl", b"\n\n", r"a\.jsonl: expected "),
+        ("a.jsonl.gz", gzip.compress(ROWS, mtime=0)[:-9], "expected a data set that can be read"),
     ],
 )
 def test_texts_that_cannot_be_read(name: str, content: bytes | None, says: str, tmp_path: Path) -> None:
@@ -110,7 +97,6 @@ def test_a_specification_is_parsed_into_its_parts(name: str, config: str, split:
         ("imdb", DatasetSpec("imdb")),
         ("imdb:test", DatasetSpec("imdb", split="test")),
         ("org/wiki@v1:test[:5%]", DatasetSpec("org/wiki", "v1", "test[:5%]")),
-        (r"C:\data\rows.csv:train:body", DatasetSpec(r"C:\data\rows.csv", "", "train", "body")),
         ("a@b:c.txt", DatasetSpec("a@b:c.txt")),  # there is such a file
         ("a@b.txt:train", DatasetSpec("a@b.txt", split="train")),
     ],
@@ -194,19 +180,11 @@ def test_data_that_cannot_be_read(name: str, content: bytes | None, says: str, t
         dataset_texts(f"{tmp_path}/{name}")
 
 
-@pytest.mark.parametrize("name", ["/no/such/folder", "./no", "rows.jsonl.gz", r"C:\no"])
+@pytest.mark.parametrize("name", ["/no/such/folder", "./no", "rows.jsonl.gz"])
 def test_a_missing_file_is_not_looked_for_on_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load_model, "hub_reachable", lambda: pytest.fail("asked the Hub"))
+    monkeypatch.setattr(datasets, "get_dataset_split_names", lambda *_: pytest.fail("asked the Hub"))
     with pytest.raises(InputError, match="expected a data file or folder, got no such file"):
         dataset_texts(name)
-
-
-def test_without_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load_model, "hub_reachable", lambda: False)
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: pytest.fail("tried to load it"))
-    message = r"stanfordnlp/imdb: .*no answer from https://.*Use --text FILE.*HF_HUB_OFFLINE=1"
-    with pytest.raises(InputError, match=message):
-        dataset_texts("stanfordnlp/imdb:test:text")
 
 
 def test_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,7 +194,6 @@ def test_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append((name, config, split))
         return rows().select([] if split == "empty" else range(10))
 
-    monkeypatch.setattr(load_model, "hub_reachable", lambda: True)
     monkeypatch.setattr(datasets, "get_dataset_split_names", lambda name, config: ["train", "test"])
     monkeypatch.setattr(datasets, "load_dataset", load)
     assert dataset_texts("org/name@v1", rows=1) == TEXTS[:1]
@@ -239,7 +216,6 @@ def test_errors_of_the_hub_are_reported(error: Exception, monkeypatch: pytest.Mo
     def refuse(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(load_model, "hub_reachable", lambda: True)
     monkeypatch.setattr(datasets, "get_dataset_split_names", refuse)
     with pytest.raises(InputError, match="expected a data set that can be read, got ") as caught:
         dataset_texts("x/y")

@@ -152,7 +152,7 @@ def test_wrong_folders_and_settings_are_refused(make, says: str, tmp_path: Path)
 def test_images_that_stay_of_different_sizes(processor, tmp_path: Path) -> None:
     paint(tmp_path / "a.png", size=(4, 8))
     paint(tmp_path / "b.png", size=(4, 6))
-    with pytest.raises(InputError, match=r"begins with .*a\.png: .*got sizes 4×6, 4×8.*Use --batch-size 1"):
+    with pytest.raises(InputError, match=r"begins with .*a\.png: .*Use --batch-size 1"):
         next(read_images(tmp_path, processor))
     assert len(list(read_images(tmp_path, processor, batch_size=1))) == 2
 

@@ -1,4 +1,4 @@
-"""Models on one or several devices, from folders, factories and the Hub; wrong places are refused."""
+"""Models on one or several devices, from folders and factories; wrong places are refused."""
 
 import json
 import pickle
@@ -7,10 +7,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from threading import Event
-from types import SimpleNamespace
 
-import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -19,9 +16,8 @@ from tests.support.torch_names import COMPILED_PREFIX
 from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel, LlamaForCausalLM
 
 from rankwise.auditing import Audit
-from rankwise.cli.audit_job import AuditJob
-from rankwise.cli.load_model import check_device, hub_reachable, load_model, need_hub
-from rankwise.cli.run_jobs import load, run_job
+from rankwise.cli.audit_job import AuditJob, load, run_job
+from rankwise.cli.load_model import check_device, load_model
 from rankwise.errors import InputError
 
 DISK = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
@@ -56,27 +52,17 @@ def test_on_the_disk_and_in_memory_is_as_on_one_device(folder, tmp_path) -> None
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"device_map": "auto", "device": "cpu"}, "--device-map auto: expected no --device, got --device c"),
         ({"revision": "v1"}, "revision v1: expected a model on the Hub, got the folder /"),
         ({"revision": "v1", "model": "net.py:build"}, "a model on the Hub, got the factory net.py:build"),
-        ({"offload_folder": Path("x")}, "--offload-folder x: expected --device-map as well"),
-        ({"device_map": "auto", "model": "net.py:build"}, "a model that transformers loads, got the factory"),
-        ({"device_map": "balance"}, "Did you mean balanced"),
+        ({"device_map": "balance"}, "balance"),
         ({"device_map": "cuda:99"}, "tiny: expected a folder with config.json and weights"),
-        ({"device_map": "{"}, "expected JSON such as"),
-        ({"device_map": "cpu", "offload_folder": Path("/dev/null/x")}, "a folder that can be written, got"),
+        ({"device_map": "{"}, "--device-map {: expected JSON, got Expecting"),
     ],
 )
 def test_contradictory_places_are_refused(folder, changes, says) -> None:
     with pytest.raises(InputError) as told:
         load(task(folder, **changes))
     assert says in str(told.value)
-
-
-def test_accelerate_that_is_missing_names_the_install(folder, monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, "accelerate", None)
-    with pytest.raises(InputError, match=r"the package accelerate, .* pip install 'rankwise\[accelerate\]'"):
-        load(task(folder, device_map="auto"))
 
 
 @pytest.mark.parametrize("name", ["", "meta", "hpu", "vulkan", "privateuseone", "cuda:99", "cuda:x", "gpu"])
@@ -114,24 +100,12 @@ def test_a_model_of_transformers_is_loaded_without_cache_and_without_its_code(fo
     assert (loaded.notes, loaded.random_weights) == ([], ())
 
 
-@pytest.mark.parametrize(
-    ("error", "fix"),
-    [
-        ("execute the code, set the option `trust_remote_code=True`", "pass --trust-remote-code"),
-        ("please provide an `offload_folder` for them", "pass --offload-folder DIR"),
-        ("401 Client Error: use a token with access", "Log in with `hf auth login`"),
-        ("gated repo, pass a token", "Log in with `hf auth login`"),
-        ("unexpected token in config.json", "Save the model again"),
-        ("401 entries expected, 12 found", "Save the model again"),
-        ("header too large", "Save the model again"),
-    ],
-)
-def test_the_fix_of_a_model_that_cannot_be_loaded_follows_from_its_error(folder, monkeypatch, error, fix):
+def test_a_model_that_cannot_be_loaded_shows_all_that_transformers_says(folder, monkeypatch):
     def fail(*args: object, **options: object) -> None:
-        raise OSError(error)
+        raise OSError("a gated repo.\nLog in with `hf auth login`.")
 
     monkeypatch.setattr(LlamaForCausalLM, "from_pretrained", fail)
-    with pytest.raises(InputError, match=re.escape(fix)):
+    with pytest.raises(InputError, match=r"got OSError: a gated repo. Log in with `hf auth login`. Save it"):
         load_model(str(folder / "tiny"))
 
 
@@ -184,7 +158,7 @@ def test_a_checkpoint_of_which_nothing_fits_is_refused(run, tiny, tmp_path, comm
     save_changed(tiny, lambda name: prefix + name)
     refused = run(*COMMANDS[command])
     assert isinstance(refused.exception, InputError), refused.output
-    message = f"got {prefix}model.layers.0.*Remove the prefix {prefix} from the names of all weights"
+    message = f"got none of them, but {prefix}model.*remove a prefix from the names of all weights"
     assert re.search(message, str(refused.exception))
     assert {path.name for path in tmp_path.iterdir()} == {"changed", "text.txt"}
 
@@ -235,50 +209,3 @@ def test_learned_positions_that_a_checkpoint_lacks_are_a_warning_and_a_new_class
         shutil.rmtree("changed")
         assert loaded.random_blocks == ["transformer.wpe.weight"] * (name == "wpe")
         assert ("warning" in capsys.readouterr().err) == (name == "wpe")
-
-
-# --- answers of the Hub ---------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def answer_with(monkeypatch: pytest.MonkeyPatch):
-    """Replace the request of huggingface_hub."""
-
-    def replace(head) -> None:
-        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(huggingface_hub, "get_session", lambda: SimpleNamespace(head=head))
-
-    return replace
-
-
-def test_any_status_is_an_answer_and_offline_mode_needs_none(answer_with, monkeypatch) -> None:
-    for status in (200, 404, 503):
-        answer_with(lambda *_, status=status, **__: SimpleNamespace(status_code=status))
-        assert hub_reachable()
-    need_hub("gpt2", expected="a model", fix="Pass a folder.")
-    answer_with(lambda *_, **__: pytest.fail("asked"))
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    assert hub_reachable()
-
-
-def test_one_request_with_a_time_limit(answer_with) -> None:
-    asked: list[tuple[str, float]] = []
-
-    def refuse(url: str, timeout: float) -> None:
-        asked.append((url, timeout))
-        raise OSError("Name or service not known")
-
-    answer_with(refuse)
-    assert not hub_reachable(timeout=3.0)
-    assert asked == [(huggingface_hub.constants.ENDPOINT, 3)]
-    with pytest.raises(
-        InputError, match=r"gpt2: expected a model, got no such file.*Pass a folder\..*HF_HUB_OFFLINE=1"
-    ):
-        need_hub("gpt2", expected="a model", fix="Pass a folder.")
-
-
-def test_a_name_server_without_an_answer_does_not_block(answer_with) -> None:
-    never = Event()
-    answer_with(lambda *_, **__: never.wait())
-    assert not hub_reachable(timeout=0.05)  # the test ends only if it returns
-    never.set()

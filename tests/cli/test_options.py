@@ -1,6 +1,10 @@
 """Options mean the same in all commands, and some can be passed without a value."""
 
+import os
+import subprocess
+import sys
 from collections import defaultdict
+from pathlib import Path
 
 import pytest
 import typer
@@ -36,3 +40,26 @@ def test_an_address_follows_ray_and_a_model_does_not(value: str) -> None:
     assert add_bare_values(["--importance", "--text", "a"]) == ["--importance", "auto", "--text", "a"]
     for whole in (["--importance", "exact", "gpt2"], ["--importance=exact"]):
         assert add_bare_values(whole) == whole
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
+def test_help_and_results_are_printed_in_every_encoding(encoding: str, tmp_path: Path) -> None:
+    code = """if True:
+        import contextlib, sys
+        from rankwise.__main__ import main
+        from rankwise.cli import app, typer
+        commands = [[name, "--help"] for name in ("", *typer.main.get_command(app).commands)]
+        plan = ["plan", "--tokens", "16", "--heads", "2", "--hidden-size", "16"]
+        for words in [*commands, plan, ["plan", "λ"]]:
+            sys.argv = ["rankwise", *filter(None, words)]
+            with contextlib.suppress(SystemExit):
+                main()
+    """
+    around = os.environ | {"PYTHONIOENCODING": encoding, "COLUMNS": "100"}
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, capture_output=True, check=False, env=around, cwd=tmp_path)
+    output, errors = done.stdout.decode(encoding), done.stderr.decode(encoding)
+    assert done.returncode == 0
+    assert "Traceback" not in errors
+    assert "lambda-skips" in output, "a character with a plain name is printed by its name"
+    assert "K* = " in output

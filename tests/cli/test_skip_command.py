@@ -22,7 +22,7 @@ from rankwise.cli.load_data import LoadedData
 from rankwise.cli.load_model import LoadedModel
 from rankwise.compression import save_compressed
 from rankwise.errors import InputError
-from rankwise.importance.loss_choice import ModelLoss
+from rankwise.importance.losses import Loss
 from rankwise.skips import (
     SkipError,
     add_lambda_skip,
@@ -134,14 +134,12 @@ def test_written_skips_can_be_loaded_and_changed_again(run: Run, tiny: Path, tmp
     ("kind", "options", "values"),
     [
         (None, (), {"0": [1], "1": [1]}),
-        (None, ("--per", "channel"), {"0": [1] * 32, "1": [1] * 32}),
-        (None, ("--per", "layer", "--lambda", -2), {"0": [-2], "1": [-2]}),  # as remedies of COLLAPSE can be
+        (None, ("--lambda", -2), {"0": [-2], "1": [-2]}),  # as remedies of COLLAPSE can be
         (None, ("--lambda", 0), {"0": [0], "1": [0]}),
         ("layer", ("--lambda", 0), {"0": [0]}),
         ("layer", (), {"0": [0.75]}),
         ("layer", ("--lambda", 2, "--sites", "model.layers.1"), {"0": [0.75], "1": [2]}),
         ("channel", ("--sites", "model.layers.1"), {"0": [0.75] * 32, "1": [1] * 32}),
-        ("channel", ("--per", "channel"), {"0": [0.75] * 32}),
     ],
 )
 def test_new_and_saved_skips(run, tiny, kind, options, values) -> None:
@@ -159,7 +157,7 @@ def test_new_and_saved_skips(run, tiny, kind, options, values) -> None:
 
 @pytest.mark.parametrize("moment", ["a step", "the loss after the fit"])
 def test_ctrl_c_keeps_the_fitted_lambda(run, tiny, tmp_path, monkeypatch, moment: str) -> None:
-    kind, name = (torch.optim.Adam, "step") if moment == "a step" else (ModelLoss, "mean")
+    kind, name = (torch.optim.Adam, "step") if moment == "a step" else (Loss, "mean")
     whole, calls = getattr(kind, name), []
 
     def interrupted(*given: Any) -> Any:
@@ -289,7 +287,6 @@ LOST = ("--fit-on", "text.txt", "--steps", 1, "--lr", "1e30")
         ("nowhere", ("--certify",), InputError, "expected one of --text, --fit-on, --dataset, got none"),
         ("nowhere", ("--certify", "--text", "none.txt"), InputError, "none.txt: expected a text file"),
         ("tiny", (*ON_TEXT, "--certify", "--revision", "v1"), InputError, "revision v1: expected a model on"),
-        ("nowhere", (*ON_TEXT, "--certify", "--per", "chanel"), InputError, "Did you mean channel"),
         ("tiny", (*ON_TEXT, "--certify", "--sites", "model.layer.0"), SkipError, "Did you mean"),
         (
             "nowhere",
@@ -307,7 +304,7 @@ LOST = ("--fit-on", "text.txt", "--steps", 1, "--lr", "1e30")
             "nowhere",
             (*ON_TEXT, "--certify", "--lambda", "nan"),
             SkipError,
-            "--lambda: expected a finite number",
+            "--lambda: expected a number in",
         ),
         (
             "some",
@@ -315,7 +312,6 @@ LOST = ("--fit-on", "text.txt", "--steps", 1, "--lr", "1e30")
             SkipError,
             "Known: model.layers.0, mo",
         ),
-        ("some", (*ON_TEXT, "--certify", "--per", "channel"), InputError, "--per layer, as the λ saved in s"),
         ("nowhere", ("--certify", "--try-steps", 1), InputError, "got --try-steps and --certify"),
         ("nowhere", ("--try-steps", 1, "--sites", "a"), InputError, "got --try-steps and --sites"),
         ("nowhere", ("--certify", "--alternative", "a"), InputError, "got --certify and --alternative"),
@@ -391,17 +387,6 @@ def test_the_checkpoint_decides_on_the_cache(run: Run, tiny: Path, use_cache: bo
     AutoTokenizer.from_pretrained(tiny).save_pretrained("own")
     assert run("own", *ON_TEXT, "--out", "new").exit_code == 0
     assert AutoConfig.from_pretrained("new").use_cache is use_cache
-
-
-def test_paths_are_printed_as_they_are(run: Run, tiny: Path) -> None:
-    assert "new[/b]:boom:" in run(tiny, *ON_TEXT, "--out", "new[/b]:boom:").output
-
-
-@pytest.mark.parametrize(
-    "option", [("--steps", -1), ("--tokens", 1), ("--sequences", 0), ("--batch-size", 0)]
-)
-def test_numbers_have_a_least_value(run: Run, option: tuple[str, int]) -> None:
-    assert run("nowhere", "--certify", *option).exit_code == 2
 
 
 def split(batches: list[Any], model: nn.Module | None = None, **how: Any) -> tuple[list[Any], list[Any]]:
@@ -503,7 +488,7 @@ def build():
     model, batches = collapsing()
     batches = list(batches)
     if Path("new/load.txt").exists():
-        exec(Path("new/load.txt").read_text(), {{"model": model}})
+        exec(Path("new/load.txt").read_text(), {{"rw": rw, "model": model, "batch": batches[0]}})
     return model, batches
 
 
@@ -521,20 +506,6 @@ def printed_line(result: Result) -> str:
     """Return the line of Python that loads λ-skips, as it is printed."""
     (line,) = [line for line in result.output.splitlines() if line.startswith("load: ")]
     return line.removeprefix("load: ")
-
-
-@pytest.mark.parametrize("factory", ["short.py:build", f"{NETS}:named", f"{NETS}:layer", "short.py:pairs"])
-def test_the_printed_line_loads_the_skips_into_a_new_model(
-    run: Run, tiny: Path, factory: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FOLDER", str(tiny))
-    Path("short.py").write_text(SHORT.replace("ADDS", "True"))
-    data = () if factory.endswith(("layer", "pairs")) else ON_TEXT
-    result = run(factory, *data, "--lambda", 3, "--out", "new")
-    assert result.exit_code == 0, result.output
-    model = load_model.load_model(factory).model
-    exec(printed_line(result), {"model": model})
-    assert {float(skip.detach()) for skip in skips.skips_of(model).values()} == {3.0}
 
 
 def test_the_advice_for_a_model_of_a_factory_is_followed(run: Run, tmp_path: Path) -> None:
@@ -571,13 +542,6 @@ class Short(nn.Module):
 def build():
     return Short()
 
-class Pairs(Short):
-    def forward(self, ids, scale, power=1):
-        return super().forward(ids) * scale**power
-
-def pairs():
-    return Pairs(), [{"ids": torch.ones(2, 16, dtype=torch.long), "scale": torch.ones(1, 1, 1), "power": 2}]
-
 def loss(model, batch):
     return model(batch).square().mean()
 """
@@ -591,8 +555,7 @@ def test_a_text_longer_than_a_model_reads_has_the_hint_of_an_audit(
     Path("short.py").write_text(SHORT.replace("ADDS", adds))
     data = ("--text", "text.txt", "--tokens", 32)
     audit = CliRunner().invoke(app, ["audit", "short.py:build", *map(str, data)])
-    said = "Can the model read 32 tokens? If not, cut them (`--tokens`)."
-    said = said if adds == "True" else "The usual cause is a sequence that is too long"
+    said = "It runs on the first 16 of 32 tokens: cut them (`--tokens`)."
     assert said in str(audit.exception)
     skip = run("short.py:build", *data, *how)
     assert isinstance(skip.exception, InputError)

@@ -1,54 +1,20 @@
-"""Costs in the record of a compression: loss, accuracy, KL and error of the outputs."""
+"""Costs in the record of a compression: loss, KL and error of the outputs."""
 
 import math
 from typing import Any
 
 import pytest
 import torch
-from tests.compression.compression_cases import BART, SIZES, VOCABULARY, bert, gpt2, ids, made, opt
-from tests.support.documents import compression_document
+from tests.compression.compression_cases import BART, SIZES, bert, gpt2, ids, made, opt
 from tests.support.modules import Attention
 from torch import nn
 
 import rankwise as rw
-from rankwise.compression.evaluate import log_probabilities, measure_task, output_kl
+from rankwise.compression.evaluate import log_probabilities, output_kl
 
 
-def test_accuracy_is_measured_before_and_after() -> None:
-    model: Any = made("Bert", "ForSequenceClassification", **SIZES, num_labels=3)
-    batch = ids(12, 20, seed=5)
-    with torch.no_grad():
-        found = model(**batch).logits.argmax(-1)
-    found[:3] = (found[:3] + 1) % 3  # three of twelve wrong
-    held_out = [{**batch, "labels": found}]
-    done = rw.compress(model, [ids(6, 30)], keep=1 / 8, held_out=held_out)
-    with torch.no_grad():
-        after = (model(**batch).logits.argmax(-1) == found).float().mean()
-    assert done.metric == "accuracy"
-    assert done.metric_before == 0.75
-    assert done.metric_after == pytest.approx(float(after))
-    assert math.isfinite(done.loss_before)
-    assert ["accuracy", "0.7500"] in [
-        row[:2] for row in compression_document(done).sections[0].tables[0].rows
-    ]
-
-
-def test_token_accuracy_compares_next_tokens_with_labels() -> None:
-    model, batch = gpt2(), ids(2, 10)
-    with torch.no_grad():
-        best = model(**batch).logits.argmax(-1)
-    labels = batch["input_ids"].clone()
-    labels[:, 1:] = best[:, :-1]
-    labels[0, 1:6] = (labels[0, 1:6] + 1) % VOCABULARY
-    labels[1, 4:] = -100
-    task = measure_task(model, [{**batch, "labels": labels}])
-    assert (task["accuracy"], task["metric"]) == (7 / 12, "token accuracy")
-    assert math.isnan(measure_task(model, [batch])["accuracy"])
-
-
-def test_without_labels_and_logits_no_metric_and_no_output_kl_is_measured() -> None:
+def test_without_labels_and_logits_no_loss_and_no_output_kl_is_measured() -> None:
     done = rw.compress(bert(), [ids(6, 30)], keep=2 / 8)
-    assert done.metric == ""
     assert math.isnan(done.loss_before)
     assert math.isnan(done.output_kl)
 

@@ -11,7 +11,18 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from tests.compression.compression_cases import GPT, SIZES, gpt2, ids, llama, made, output, siglip, t5
+from tests.compression.compression_cases import (
+    GPT,
+    SIZES,
+    gpt2,
+    ids,
+    llama,
+    made,
+    narrow_projections,
+    output,
+    siglip,
+    t5,
+)
 from tests.compression.test_evaluate import TwoWidths
 from tests.support.modules import Attention
 from tests.support.untouched import untouched
@@ -90,11 +101,10 @@ def test_a_model_with_its_own_code_is_loaded_if_the_code_is_trusted(tmp_path: Pa
     model = transformers.AutoModel.from_pretrained(tmp_path / "second", trust_remote_code=True).eval()
     rw.compress(model, [ids()], keep=0.5)
     save_compressed(model, tmp_path / "one")
-    with pytest.raises(CompressionError, match="pass `trust_remote_code=True`"):
+    with pytest.raises(CompressionError, match="with `trust_remote_code=True`"):
         rw.load_compressed(tmp_path / "one")
-    loaded = rw.load_compressed(tmp_path / "one", trust_remote_code=True)
+    loaded = transformers.AutoModel.from_pretrained(tmp_path / "one", trust_remote_code=True)
     assert torch.equal(output(loaded, ids()), output(model, ids()))
-    assert loading_line(model, "one", "").endswith('("one", trust_remote_code=True)')
     own = type("Own", (transformers.BertModel,), {})(transformers.BertConfig(**SIZES)).eval()
     rw.compress(own, [ids()], keep=0.5)
     save_compressed(own, tmp_path / "own")
@@ -163,13 +173,12 @@ def test_the_structure_in_a_configuration_follows_the_model() -> None:
         ({KEY: None}, "got one without a compression"),
         ({"architectures": None}, "got a configuration without `architectures`"),
         ({"architectures": ["OwnModel"]}, r"got OwnModel. Import .* `OwnModel.from_pretrained"),
-        ({"architectures": ["Own"], "auto_map": {"AutoModel": "own.Own"}}, "pass `trust_remote_code"),
         (
             {KEY: {"quant_method": "rankwise", "structure": {"format": 1, "changes": []}}},
             "format: Input should be 2. Save the model again",
         ),
     ],
-    ids=["plain", "no class", "class", "code", "structure"],
+    ids=["plain", "no class", "class", "structure"],
 )
 def test_folders_that_hold_something_else_are_refused(
     change: dict[str, Any], said: str, tmp_path: Path
@@ -201,45 +210,9 @@ def test_missing_and_broken_weights_are_refused(tmp_path: Path) -> None:
         rw.load_compressed(tmp_path / "one")
 
 
-def normed(make: Any, names: tuple[str, ...], norm: Any) -> Any:
-    """Put a norm of weights on some layers of a model."""
-    model = make()
-    for name, module in list(model.named_modules()):
-        if name.rpartition(".")[2] in names:
-            norm(module)
-    return model.eval()
-
-
-NORMS: list[Any] = [parametrizations.weight_norm, parametrizations.spectral_norm, nn.utils.weight_norm]
-
-
-@pytest.mark.filterwarnings("ignore:.*weight_norm")
-@pytest.mark.parametrize(
-    ("norm", "names", "part"),
-    [
-        (NORMS[0], ("q_proj", "k_proj"), "kv"),
-        (NORMS[0], ("q_proj", "k_proj"), "heads"),
-        (NORMS[0], ("up_proj",), "width"),
-        (NORMS[1], ("o_proj", "gate_proj"), "kv"),
-        (NORMS[2], ("up_proj", "lm_head"), "kv"),
-    ],
-)
-def test_norms_of_weights_are_saved_as_weights(
-    norm: Any, names: tuple[str, ...], part: str, tmp_path: Path
-) -> None:
-    model = normed(llama, names, norm)
-    rw.compress(model, [ids(8, 30)], keep={part: 0.5})
-    expected = output(model, ids())
-    save_compressed(model, tmp_path / "one")
-    assert torch.equal(output(model, ids()), expected)
-    again = rw.load_compressed(tmp_path / "one")
-    assert torch.allclose(output(again, ids()), expected, atol=1e-5)
-    names = {name for name, _ in again.named_parameters()}
-    assert not any("parametrizations" in name or name.endswith(("_g", "_v")) for name in names)
-
-
 def test_a_folder_without_some_weights_is_refused(tmp_path: Path) -> None:
-    model = normed(llama, ("q_proj",), NORMS[0])
+    model: Any = llama()
+    parametrizations.weight_norm(model.model.layers[0].self_attn.q_proj)
     rw.compress(model, [ids(8, 30)], keep={"kv": 0.5})
     model.save_pretrained(tmp_path / "one")
     with pytest.raises(
@@ -266,11 +239,6 @@ def test_weights_that_a_new_model_lacks_are_not_saved(tmp_path: Path) -> None:
     assert not (tmp_path / "one").exists()
 
 
-def tied(model: Any) -> Any:
-    model.transformer.h[1].attn = model.transformer.h[0].attn
-    return model
-
-
 def with_object(model: Any) -> Any:
     model.config.own = nn.Identity()
     return model
@@ -282,37 +250,24 @@ def sampling(model: Any) -> Any:
     return model
 
 
-class Parts(TwoWidths):
-    """Two weights are parts of a tensor that is no weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        whole = torch.randn(70, 32)
-        self.layers[0].o.weight = nn.Parameter(whole[:32])
-        self.layers[1].o.weight = nn.Parameter(whole[20:52])
-
-
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: tied(gpt2()), "shared tensors"),
         (
             lambda: made("GPT2", "LMHeadModel", **GPT, output_attentions=True),
             "`output_attentions`.* set it to 'eager'",
         ),
         (lambda: with_object(gpt2()), "not JSON serializable"),
         (lambda: sampling(gpt2()), "num_return_sequences"),
-        (Parts, "None is covering the entire storage"),
     ],
 )
 def test_a_model_that_cannot_be_saved_is_refused_before_the_work(make: Any, said: str) -> None:
     model, steps = make().eval(), []
-    batch: Any = torch.randn(4, 9, 32) if isinstance(model, Parts) else ids()
     with (
         untouched(model),
-        pytest.raises(CompressionError, match=f"a model that can be saved, got .*{said}") as error,
+        pytest.raises(CompressionError, match=f"a configuration that can be saved, got .*{said}") as error,
     ):
-        rw.compress(model, [batch], keep=0.5, on_step=steps.append)
+        rw.compress(model, [ids()], keep=0.5, on_step=steps.append)
     assert not steps
     assert "\n" not in str(error.value)
 
@@ -345,10 +300,7 @@ def test_shared_weights_of_a_plain_module_are_saved(shared: bool, tmp_path: Path
     assert again.output.weight is again.embedding.weight
     other = Nano(shared)
     other.output.weight = nn.Parameter(torch.randn(61, 32))
-    with (
-        untouched(other),
-        pytest.raises(CompressionError, match=r"of the same sizes, got no 'output\.weight'"),
-    ):
+    with pytest.raises(CompressionError, match=r'of the same sizes, got .*Missing key.*"output\.weight"'):
         rw.load_compressed(tmp_path / "one", other)
 
 
@@ -361,37 +313,29 @@ def test_nothing_to_save_is_explained(tmp_path: Path) -> None:
 
 PLAIN = """
 import sys, transformers
-for load in (transformers.AutoModel, getattr(transformers, sys.argv[1])):
-    try:
-        load.from_pretrained(sys.argv[2])
-    except RuntimeError as error:
-        assert "mismatched" in str(error), error
-    else:
-        sys.exit("it was loaded")
+for name, folder in zip(sys.argv[1::2], sys.argv[2::2]):
+    for load in (transformers.AutoModel, getattr(transformers, name)):
+        try:
+            load.from_pretrained(folder)
+        except RuntimeError as error:
+            assert "mismatched" in str(error), error
+        else:
+            sys.exit(f"{name} was loaded")
 """
 
 
-@pytest.mark.parametrize(
-    ("make", "keep"),
-    [
-        (gpt2, {"width": 0.5}),
-        (gpt2, {"heads": 0.3}),
-        (llama, {"kv": 0.5}),
-        (gpt2, {"width": 0.9, "kv": 0.9}),
-        (t5, {"width": 0.9}),
-    ],
-)
-def test_a_compressed_folder_fails_in_transformers_alone(
-    make: Any, keep: dict[str, float], tmp_path: Path
-) -> None:
-    model = make()
-    rw.compress(model, [ids(8, 30)], keep=keep)
-    save_compressed(model, tmp_path / "one")
-    readme = (tmp_path / "one" / "README.md").read_text()
+def test_a_compressed_folder_fails_in_transformers_alone(tmp_path: Path) -> None:
+    cases = [(gpt2, {"heads": 0.3}), (gpt2, {"width": 0.9, "kv": 0.9}), (t5, {"width": 0.9})]
+    command = [sys.executable, "-c", PLAIN]
+    for number, (make, keep) in enumerate(cases):
+        model, folder = make(), tmp_path / str(number)
+        rw.compress(model, [ids(8, 30)], keep=keep)
+        save_compressed(model, folder)
+        command += [type(model).__name__, str(folder)]
+    readme = (folder / "README.md").read_text()
     assert "rankwise.load_compressed(folder)" in readme
     assert "Do not set `ignore_mismatched_sizes=True`" in readme
-    assert "rankwise.load_compressed(folder)" in (tmp_path / "one" / "config.json").read_text()
-    command = [sys.executable, "-c", PLAIN, type(model).__name__, str(tmp_path / "one")]
+    assert "rankwise.load_compressed(folder)" in (folder / "config.json").read_text()
     subprocess.run(command, check=True, capture_output=True)
 
 
@@ -407,11 +351,12 @@ def test_a_plain_module_is_loaded_into_a_new_one_of_its_sizes(tmp_path: Path) ->
     wide.layers[1].o = nn.Linear(32, 40)
     for model, said in (
         (small, "a linear layer with 16 channels"),
-        (wide, r"of the same sizes, got 'layers\.1\.o\.bias' of shape \(32,\), 'layers\.1\.o\.weight' of"),
+        (wide, r"of the same sizes, got .*size mismatch for layers\.1\.o\.weight"),
         (other, r"a module 'layers\.0\.q', which was compressed, got none. Load it into the class"),
     ):
-        with untouched(model), pytest.raises(CompressionError, match=said):
+        with pytest.raises(CompressionError, match=said):
             rw.load_compressed(tmp_path / "one", model)
+        assert not narrow_projections(model)
     model = TwoWidths()
     (tmp_path / "one" / "model.safetensors").write_bytes(b"short")
     with untouched(model), pytest.raises(InputError, match="weights that `save_compressed` wrote"):

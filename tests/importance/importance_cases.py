@@ -48,17 +48,17 @@ def ids(sequences=3, tokens=10, seed=1):
 
 
 class Scaled(Intervention):
-    """Replace the output of a head or a block by ξ times it plus (1 − ξ) times a mean or zero."""
+    """Multiply the output of a head, or the update of a block, by ξ."""
 
-    def __init__(self, gate, site="", head=0, block="", mean=0.0):
-        self.gate, self.site, self.head, self.mean = gate, site, head, mean
+    def __init__(self, gate, site="", head=0, block=""):
+        self.gate, self.site, self.head = gate, site, head
         self.blocks = frozenset({block} if block else ())
 
     def on_heads(self, heads):
         if heads.call_id.module != self.site:
             return None
         values = heads.values.clone()
-        values[:, self.head] = self.gate * values[:, self.head] + (1 - self.gate) * self.mean
+        values[:, self.head] *= self.gate
         return values
 
     def on_block(self, block):

@@ -261,9 +261,7 @@ LOGITS = Classifier, torch.randn(4, 6, 4)
 def test_outputs_are_compared_if_no_labels_are_known(build, batch):
     importance = measure(build(), [batch], ImportanceSettings(exact=True, tolerance=None))
     assert (importance.loss, importance.value) == ("relative squared change of the output", 0)
-    for site in importance.sites:
-        assert (site.exact >= 0).all()
-        assert (site.cosine <= 1 + 1e-6).all()
+    assert all((site.exact >= 0).all() for site in importance.sites)
 
 
 def test_channels_of_mamba_have_exact_costs():

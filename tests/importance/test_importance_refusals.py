@@ -11,7 +11,6 @@ from tests.support.modules import kind
 from tests.support.records import RemovableSet
 from tests.support.records import importance as importance_record
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import rankwise as rw
 from rankwise.auditing import AuditError
@@ -142,24 +141,12 @@ def test_gradient_checkpointing_in_training_is_refused_by_its_name(reentrant):
             module.p = 0.0
     wanted = measure(model, batches, CHEAP)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    with pytest.raises(NotDifferentiableError, match=r"gradient checkpointing.*`model.eval\(\)`") as refused:
+    with pytest.raises(NotDifferentiableError, match=r"gradient checkpointing: `model.eval\(\)`"):
         measure(model.train(), batches, CHEAP)
-    assert "unquantized" not in str(refused.value)
     found = measure(model.eval(), batches, CHEAP)
     assert [site.estimate.tolist() for site in found.sites] == [
         site.estimate.tolist() for site in wanted.sites
     ]
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoints_of_other_libraries_are_named(reentrant):
-    class Checkpointed(Heads):
-        def forward(self, x):
-            return checkpoint(super().forward, x.requires_grad_(), use_reentrant=reentrant)
-
-    settings = ImportanceSettings(loss=lambda output, batch: output.mean((1, 2)), tolerance=None)
-    with pytest.raises(NotDifferentiableError, match="gradient checkpointing"):
-        measure(Checkpointed(2), [torch.randn(2, 6, 4)], settings)
 
 
 def test_inference_mode_around_the_call_is_refused_except_for_exact_costs():

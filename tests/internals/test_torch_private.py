@@ -4,6 +4,7 @@ Needs nothing but torch and pytest. `make torch TORCH=2.9.0` runs it against a v
 """
 
 import importlib
+from collections import OrderedDict, defaultdict, deque
 
 import pytest
 import torch
@@ -273,6 +274,32 @@ def test_preserve_state() -> None:
     assert not hasattr(module, "added")
     assert not hasattr(module, "more")
     assert list(module.state_dict()) == ["weight", "same"], "what a state dict leaves out is kept elsewhere"
+
+
+def test_containers_and_hooks_are_restored_together() -> None:
+    """A first run that builds something and sets a flag leaves neither, whatever holds what it builds."""
+    module = nn.Sequential(nn.ReLU())
+    module.ordered, module.counts = OrderedDict(a=1), defaultdict(int)
+    module.names, module.last = {"a"}, deque([1, 2], maxlen=2)
+    handle = module[0].register_forward_hook(lambda *_: None)
+    before = [list(store) for store in (module.ordered, module.counts, module.names, module.last)]
+    for _ in range(2):
+        with torch_private.preserve_state(module):
+            assert not hasattr(module, "built")
+            module.built = True
+            module[0].register_forward_hook(lambda *_: None, with_kwargs=True)
+            module[0].register_forward_pre_hook(lambda *_: None)
+            handle.remove()
+            module.ordered.move_to_end("a"), module.ordered.update(b=2)
+            module.counts["x"] += 1
+            module.names.add("b")
+            module.last.append(3)
+    after = [list(store) for store in (module.ordered, module.counts, module.names, module.last)]
+    assert before == after
+    assert len(torch_private.forward_hooks(module[0])) == 1, "torch keeps hooks elsewhere"
+    handle.remove()
+    assert not torch_private.forward_hooks(module[0])
+    assert not module[0]._forward_hooks_with_kwargs
 
 
 def test_reset() -> None:

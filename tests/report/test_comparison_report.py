@@ -90,15 +90,15 @@ def test_maps_beyond_the_limit_are_left_out_by_name(monkeypatch: pytest.MonkeyPa
 def test_every_outcome_is_listed_with_its_findings() -> None:
     before = records.encoder()
     worse = before.findings[2].model_copy(update={"severity": "error"})
-    new = records.finding("DUPLICATE_HEADS", "info", where=before.findings[2].where, heads=[7, 8])
+    new = records.finding("OVERSIZED_HEADS", "info", where=before.findings[2].where, heads=[7, 8])
     after = before.model_copy(update={"findings": [before.findings[0], worse, new]})
     document = comparison_document(compare(before, after))
     listed = section(document, "findings").lists
     assert [(one.title, len(one.items), one.folded) for one in listed] == [
-        ("New", 1, False), ("Worse", 1, False), ("Unchanged", 1, True), ("Resolved", 6, False),
+        ("New", 1, False), ("Worse", 1, False), ("Unchanged", 1, True), ("Resolved", 5, False),
     ]  # fmt: skip
     assert ("severity", "warning → error") in listed[1].items[0].facts
-    assert document.verdict.sentence.startswith("Findings: 1 new, 1 worse, 1 unchanged, 6 resolved.")
+    assert document.verdict.sentence.startswith("Findings: 1 new, 1 worse, 1 unchanged, 5 resolved.")
 
 
 def test_equal_audits_have_no_difference() -> None:
@@ -114,7 +114,7 @@ def test_the_console_shows_warnings_findings_and_the_largest_changes_in_this_ord
         {0: {"first_token_mass": 1.0}, 1: {"first_token_mass": audit.heads[1].first_token_mass + 0.001}},
     )
     about = audit.provenance.model_copy(update={"delta": 0.1})
-    after = after.model_copy(update={"findings": audit.findings[:7], "provenance": about})
+    after = after.model_copy(update={"findings": audit.findings[:6], "provenance": about})
     text = document_text(comparison_document(compare(audit, after)), 80)
     order = [
         text.index(words)
@@ -166,9 +166,9 @@ def test_links_to_single_audits_are_in_their_rows() -> None:
 
 def test_a_history_counts_findings_by_code_with_the_sign_of_the_most_severe() -> None:
     note, warning, error = (records.finding("SINK", severity) for severity in ("info", "warning", "error"))
-    other = records.finding("DUPLICATE_HEADS", "info")
+    other = records.finding("OVERSIZED_HEADS", "info")
     marks = finding_marks([[note], [note, warning, other], [error, warning, note]])
-    assert marks == {"SINK": ["● 1", "▲ 2", "◆ 3"], "DUPLICATE_HEADS": ["", "● 1", ""]}
+    assert marks == {"SINK": ["● 1", "▲ 2", "◆ 3"], "OVERSIZED_HEADS": ["", "● 1", ""]}
 
 
 @pytest.mark.parametrize("width", [80, 120])

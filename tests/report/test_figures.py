@@ -18,30 +18,12 @@ from rankwise.auditing.attention_maps import block_averages
 from rankwise.operators import DenseMixing
 from rankwise.report.figures import depth_curves, heat_map, membership_maps, severity_signs
 from rankwise.report.head_columns import head_columns, measure_column
-from rankwise.report.head_details import NONE, coarser, opening_head, pack_attention_maps, pack_spectra
+from rankwise.report.head_details import NONE, coarser, pack_attention_maps, pack_spectra
 from rankwise.report.heatmap_grid import grids_of
 
 
 def column(heads, name):
     return next(one for one in head_columns(heads) if one.name == name).data()
-
-
-def test_each_cell_is_its_own_head() -> None:
-    heads = records.encoder_decoder().heads
-    sinks = next(measure for measure in HEAD_MEASURES if measure.name == "first_token_mass")
-    values = []
-    for grid in grids_of(heads):
-        figure = heat_map(grid, measure_column(sinks, heads), heads)
-        for y, row in enumerate(figure.data[0]["z"]):
-            for x, value in enumerate(row):
-                (head,) = [head for head in heads if head.first_token_mass == value]
-                assert (head.stack, head.layer, head.head) == (
-                    grid.stack,
-                    grid.rows[y].layer,
-                    grid.columns[x],
-                )
-                values.append(value)
-    assert len(values) == len(heads)
 
 
 def test_a_measure_that_is_not_informative_is_hatched_and_has_no_color() -> None:
@@ -76,9 +58,7 @@ def test_references_have_their_means_on_the_scale_and_notes() -> None:
 
 def test_initial_weights_are_a_reference_on_every_scale_and_a_second_spectrum() -> None:
     audit = records.encoder()
-    fresh = AtInit(
-        seeds=2, mean={"numerical_rank": 64.0, "sigma_max": 1.5}, seed_std={}, std={}, spectrum=[1.0, 0.1]
-    )
+    fresh = AtInit(seeds=2, mean={"numerical_rank": 64.0, "sigma_max": 1.5}, seed_std={}, spectrum=[1.0, 0.1])
     heads = [head.model_copy(update={"at_init": fresh}) for head in audit.heads]
     first, *others = column(heads, "numerical_rank")["references"]
     assert (first["name"], first["at"], first["label"]) == ("at initialization", 0.5, "0.5")
@@ -217,7 +197,7 @@ def test_a_map_is_decoded_up_to_the_square_of_a_step(signed: bool, seed: int) ->
     audit = records.encoder()
     heads = [audit.heads[0].model_copy(update={"attention_map": picture}), *audit.heads[1:]]
     found, left_out = pack_attention_maps(audit.model_copy(update={"heads": heads}))
-    ((packed,),) = found.values()
+    (packed,) = found.values()
     codes = np.frombuffer(zlib.decompress(base64.b64decode(packed["values"])), np.uint8).astype(float)
     root = 2 * codes / packed["steps"] - 1 if packed["signed"] else codes / packed["steps"]
     again = (np.sign(root) * root**2 * packed["largest"]).reshape(5, 7)
@@ -235,11 +215,14 @@ def test_many_maps_are_coarser_and_omitted_maps_are_counted(monkeypatch: pytest.
     monkeypatch.setattr("rankwise.report.head_details.MAP_BYTES", 72 * 5000)
     packed, left_out = pack_attention_maps(audit)
     assert (len(packed), left_out) == (72, 0)
-    assert packed[0][0]["steps"] < 254
-    packed, left_out = pack_attention_maps(audit, flagged=[71, 70], room=20_000)
+    assert packed[0]["steps"] < 254
+    monkeypatch.setattr("rankwise.report.head_details.MAP_BYTES", 20_000)
+    packed, left_out = pack_attention_maps(audit, flagged=[71, 70])
     assert len(packed) + left_out == 72
     assert left_out > 0
     assert {70, 71} <= set(packed)
+    monkeypatch.setattr("rankwise.report.head_details.MAP_BYTES", 0)
+    assert pack_attention_maps(audit) == ({}, 72)
 
 
 @given(st.integers(65, 200), st.integers(3, 200))
@@ -250,35 +233,3 @@ def test_a_coarser_matrix_is_the_means_of_larger_blocks(tokens: int, sources: in
     assert (coarse.rows, coarse.columns, coarse.row_tokens) == (64, min(sources, 64), "input_ids")
     # both are kept in float16, shares of at most 1
     np.testing.assert_allclose(coarse.matrix(), block_averages(DenseMixing(matrix), 64), atol=2 * 2**-11)
-
-
-def test_maps_of_the_second_sequence_are_omitted_first() -> None:
-    noise = np.random.default_rng(0).uniform(0, 1, (64, 64)).astype(np.float32)
-    picture = AttentionMap.of(noise, tokens=64, sources=64)
-    audit = records.encoder()
-    heads = [
-        h.model_copy(update={"attention_map": picture, "second_attention_map": picture}) for h in audit.heads
-    ]
-    audit = audit.model_copy(update={"heads": heads})
-    packed, left_out = pack_attention_maps(audit)
-    assert left_out == 0
-    assert all([one["sequence"] for one in of_head] == [0, 1] for of_head in packed.values())
-    coarsest = pack_attention_maps(audit, room=0)
-    assert coarsest == ({}, 144)
-    packed, left_out = pack_attention_maps(audit, room=60_000)
-    assert 0 < left_out < 144
-    assert all(of_head[0]["sequence"] == 0 for of_head in packed.values())
-
-
-def test_the_head_opened_first_has_a_map_a_finding_or_the_lowest_rank() -> None:
-    heads = records.encoder().heads
-    shares = {at: RANK.value(head) for at, head in enumerate(heads) if math.isfinite(RANK.value(head))}
-    assert opening_head(heads, []) == min(shares, key=shares.get)
-    assert opening_head(heads, [31, 4]) == 31
-    picture = AttentionMap.of(np.eye(2, dtype=np.float32), tokens=2, sources=2)
-    pictured = [
-        h.model_copy(update={"attention_map": picture}) if at == 4 else h for at, h in enumerate(heads)
-    ]
-    assert opening_head(pictured, [31, 4]) == opening_head(pictured, []) == 4
-    assert opening_head(records.only_nan().heads, []) == 0
-    assert opening_head([], []) is None

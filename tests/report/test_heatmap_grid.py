@@ -1,16 +1,13 @@
 """Every head has one cell, every finding leads to a place."""
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import pytest
-from tests.support import documents, records
+from tests.support import records
 from tests.support.records import PICTURED as HEAD_MEASURES
 from tests.support.records import RemovableSet
 
 from rankwise.auditing import Audit, Finding
-from rankwise.report import audit_report
 from rankwise.report.figures import map_layout
 from rankwise.report.finding_links import Target, find_targets
 from rankwise.report.head_columns import color_limits, outer_fence
@@ -75,10 +72,7 @@ def test_each_finding_of_an_encoder_leads_to_its_place() -> None:
     assert targets["COLLAPSE"] == Target("states", stack="encoder.layer", blocks=6)
     assert (targets["SINK"].heads, targets["SINK"].measure) == ((2 * 12 + 7,), "max_token_mass")
     assert (targets["CONSTANT"].heads, targets["CONSTANT"].measure) == ((4 * 12 + 3,), "row_spread")
-    assert (targets["DUPLICATE_HEADS"].heads, targets["DUPLICATE_HEADS"].measure) == (
-        (40, 41),
-        "nearest_head_distance",
-    )
+    assert targets["OVERSIZED_HEADS"].heads == (40, 41)
     assert targets["IDENTITY"].measure == "identity_distance"
     assert (targets["NONFINITE"].heads, targets["NONFINITE"].measure) == ((71,), "")
     assert targets["NOT_CAPTURED"].section == "uncaptured"
@@ -123,7 +117,7 @@ def test_a_finding_without_a_place_leads_to_the_provenance_and_one_head_to_this_
     general = Finding(code="X", severity="info", where=Address(), evidence={}, meaning="")
     assert find_targets([general], records.encoder())[0].section == "provenance"
     assert find_targets([general], records.empty())[0].section == "provenance"
-    assert _target(records.encoder(), code="DUPLICATE_HEADS").heads == (2 * 12 + 7,)
+    assert _target(records.encoder(), code="IDENTITY").heads == (2 * 12 + 7,)
 
 
 @pytest.mark.parametrize("measure", HEAD_MEASURES, ids=lambda measure: measure.name)
@@ -135,17 +129,3 @@ def test_a_scale_contains_all_values_except_far_outliers(measure) -> None:
         fence = outer_fence(values)
         assert all(low <= value <= high or value > fence for value in values)
         assert heads != records.encoder().heads or all(low <= value <= high for value in values)
-
-
-def test_the_data_of_a_page_are_prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[str] = []
-
-    def counted(name: str) -> Callable[..., Any]:
-        function = getattr(audit_report, name)
-        return lambda *given: made.append(name) or function(*given)
-
-    names = ["find_targets", "grids_of", "membership_maps"]
-    for name in names:
-        monkeypatch.setattr(audit_report, name, counted(name))
-    documents.page(records.encoder())
-    assert sorted(made) == names

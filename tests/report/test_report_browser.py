@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from tests.support import documents, records
@@ -60,10 +59,8 @@ def pictured() -> Audit:
         31: AttentionMap.of(block_averages(DenseMixing(long)).numpy(), 300, 300),
         32: AttentionMap.of(small.numpy(), 9, 9, "input_ids", "input_ids"),
     }
-    second = AttentionMap.of(np.full((3, 3), 0.25, np.float32), 3, 3, "other", "other")
     heads = [h.model_copy(update={"attention_map": pictures.get(at)}) for at, h in enumerate(audit.heads)]
-    heads[32] = heads[32].model_copy(update={"second_attention_map": second})
-    texts = {"input_ids": [f"<{letter}>" for letter in ["=a", *"bcdefghi"]], "other": ["x", "y", "z"]}
+    texts = {"input_ids": [f"<{letter}>" for letter in ["=a", *"bcdefghi"]]}
     return audit.model_copy(update={"heads": heads, "texts": texts})
 
 
@@ -258,25 +255,6 @@ def test_clicking_a_cell_opens_its_matrix_with_its_tokens(encoder: Page) -> None
     assert "row &lt;=a> (0)<br>column &lt;=a> (0)<br><b>≈ 0.5" in drawn["hovertext"][0][0]
     assert card.locator("#matrix-plot .ytick text").first.text_content() == "<=a>"
     assert "9 × 9 tokens" in card.locator("#matrix-note").inner_text()
-    second = card.get_by_role("button", name="Second sequence")
-    second.click()
-    encoder.wait_for_function("() => document.querySelector('#matrix-plot').data[0].z.length === 3")
-    assert second.get_attribute("aria-pressed") == "true"
-    assert card.locator("#matrix-plot .ytick text").first.text_content() == "x"
-    assert "The second sequence, 3 × 3 tokens" in card.locator("#matrix-note").inner_text()
-
-
-def test_a_seventh_spectrum_waits_until_another_is_removed(encoder: Page) -> None:
-    for head in range(7):
-        encoder.locator(f"#head-table [data-head='{head}']").click()
-        opened(encoder, head)
-        encoder.locator("#keep").click()
-    names = [f"layer 0, head {head}" for head in range(6)]
-    assert encoder.locator(".chip").all_inner_texts() == names
-    assert "Six spectra are kept. Choose" in encoder.locator("#ask").inner_text()
-    encoder.locator(".chip", has_text="layer 0, head 2").click()
-    assert encoder.locator(".chip").all_inner_texts() == [*names[:2], "layer 0, head 6", *names[3:]]
-    assert encoder.locator("#ask").inner_text() == ""
 
 
 def test_on_a_phone_a_head_is_a_sheet_below_its_map(browser: Browser, reports: dict[str, str]) -> None:

@@ -116,12 +116,6 @@ def titles_of(audit: rw.Audit) -> list[str]:
     return [f"{head.stack}, cross" if head.cross else head.stack for head in audit.heads]
 
 
-@pytest.mark.parametrize("measure", [measure.name for measure in STATE_MEASURES])
-def test_the_axis_of_a_curve_starts_at_zero(measure: str) -> None:
-    [axis] = of("encoder_decoder").plot_depth(measure).select_yaxes()
-    assert axis.rangemode == "tozero" or axis.range[0] == 0
-
-
 def test_values_beyond_the_scale_are_counted_in_the_title() -> None:
     audit = of("encoder")
     audit.heads[0] = audit.heads[0].model_copy(update={"sigma_max": 1e6})

@@ -14,7 +14,6 @@ from tests.support.records import DRAWN, HEAD_MEASURES
 
 from rankwise.errors import InputError
 from rankwise.report import document_text, write_page
-from rankwise.report.figures import without_nan
 
 
 class Page(HTMLParser):
@@ -143,18 +142,6 @@ def test_every_finding_is_on_the_page_with_a_link() -> None:
     assert page.text.count("SINK") == 1
 
 
-def test_findings_are_sorted_by_severity() -> None:
-    audit = records.encoder()
-    shuffled = audit.model_copy(update={"findings": audit.findings[::-1]})
-    order = [
-        attrs["class"].split()[-1]
-        for _, attrs in Page(documents.page(shuffled)).tags
-        if attrs.get("class", "").startswith("finding ")
-    ]
-    assert order == sorted(order, key=["error", "warning", "info"].index)
-    assert len(order) == 8
-
-
 def test_a_page_is_one_complete_file_in_a_new_or_existing_folder(tmp_path: Path) -> None:
     path = write_page(audit_document(records.encoder()), tmp_path / "deep" / "report.html")
     assert path.read_text(encoding="utf-8").endswith("</html>")
@@ -163,27 +150,6 @@ def test_a_page_is_one_complete_file_in_a_new_or_existing_folder(tmp_path: Path)
     (tmp_path / "taken").write_text("a file, not a folder")
     with pytest.raises(InputError, match=r"page .*taken/report\.html.* Choose a folder"):
         write_page(audit_document(records.empty()), tmp_path / "taken" / "report.html")
-
-
-def test_a_full_disk_leaves_the_old_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "report.html"
-    path.write_text("old")
-
-    def full(self: Path, target: Path) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Path, "replace", full)
-    with pytest.raises(InputError, match="No space left on device"):
-        write_page(audit_document(records.empty()), path)
-    assert path.read_text() == "old"
-    assert [file.name for file in tmp_path.iterdir()] == ["report.html"]
-
-
-def test_without_nan_reaches_into_everything() -> None:
-    assert without_nan({1: [(float("inf"), {"a": float("nan")})], "b": "nan"}) == {
-        "1": [[None, {"a": None}]],
-        "b": "nan",
-    }
 
 
 def test_findings_and_map_count_the_same_heads() -> None:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from experiments.skips.skip_families import REFUSED
 from experiments.zoo.transformers import BERT, FAMILIES, LLAMA, hugging_face, text_inputs
 from torch import Tensor, nn
 
@@ -33,7 +34,7 @@ def _modern(build: Callable[[], nn.Module]) -> Build:
 
 
 FOUND: dict[str, tuple[Build, int]] = {
-    **{family.name: (_family(family), family.mixers) for family in FAMILIES},
+    **{family.name: (_family(family), family.mixers) for family in FAMILIES if family.name != REFUSED},
     **{name: (_modern(build), sites) for name, (build, sites) in MODERN.items()},
 } | {"ALBERT": (_family(next(family for family in FAMILIES if family.name == "ALBERT")), 1)}
 """Builder of a model and a batch, and the number of λ, by family; layers of ALBERT share one λ."""

@@ -149,8 +149,8 @@ def weighted_rms(
     return Written(lambda self, x: rms(x, eps) * (offset + self.weight), weight=weight, **{name: eps})
 
 
-def batch_norm(affine: bool = True) -> nn.Module:
-    norm = nn.BatchNorm1d(WIDTH, affine=affine)
+def batch_norm() -> nn.Module:
+    norm = nn.BatchNorm1d(WIDTH)
     norm.running_var.copy_(torch.linspace(0.01, 100, WIDTH))
     return over_tokens(norm)
 
@@ -161,12 +161,6 @@ def layer_norm(gain: float = 1.0) -> nn.LayerNorm:
         norm.weight.copy_(torch.linspace(gain / 3, gain, WIDTH))
         norm.bias.normal_()
     return norm
-
-
-def compressed_rms(_: nn.Module, x: Tensor) -> Tensor:
-    """Compute RMSNorm of D + 1 channels; the last channel makes their sum 0."""
-    square = x.square().sum(-1, keepdim=True) + x.sum(-1, keepdim=True).square()
-    return x / (square / (WIDTH + 1) + 1e-6).sqrt()
 
 
 def ramp(low: float, high: float) -> Tensor:
@@ -191,10 +185,7 @@ KNOWN: dict[str, tuple[Callable[[], nn.Module], str]] = {
 FUNCTIONS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "F.normalize": lambda _, x: F.normalize(x, dim=-1),
     "ScaleNorm": lambda _, x: 1.4 * x / x.norm(dim=-1, keepdim=True).clamp(min=1e-3),
-    "PowerNorm": lambda _, x: x / ramp(0.1, 3).sqrt(),  # divides by a running square per channel
     "DyT": lambda _, x: torch.tanh(0.5 * x) * 1.2 + 0.1,
-    "CRMSNorm": compressed_rms,
-    "annotated transformer": lambda _, x: centred(x) / (x.std(-1, keepdim=True) + 1e-6),
     "partial RMSNorm": lambda _, x: x / (x[..., :2].square().mean(-1, keepdim=True) + 1e-6).sqrt(),
     "without the mean token": lambda _, x: F.layer_norm(centred(x, -2), (WIDTH,)),
     "gain by sequence": lambda _, x: (
@@ -205,13 +196,7 @@ UNKNOWN: dict[str, Callable[[], nn.Module]] = {
     **{name: partial(Written, function) for name, function in FUNCTIONS.items()},
     "GroupNorm of two groups": lambda: of_rows(2),
     "GroupNorm over tokens": lambda: over_tokens(nn.GroupNorm(1, WIDTH)),
-    "GroupNorm of channels over tokens": lambda: over_tokens(nn.GroupNorm(WIDTH, WIDTH)),
-    "InstanceNorm": lambda: over_tokens(nn.InstanceNorm1d(WIDTH, affine=True)),
     "BatchNorm": batch_norm,
-    "BatchNorm without gain": lambda: batch_norm(affine=False),
-    "LayerNorm over tokens too": lambda: nn.LayerNorm((TOKENS, WIDTH)),
-    "ReLU": nn.ReLU,
-    "softmax": lambda: nn.Softmax(-1),
     "clamped LayerNorm": lambda: then(lambda x: x.clamp(-0.05, 0.05)),
     "gain of 0": lambda: layer_norm(0.0),
 }

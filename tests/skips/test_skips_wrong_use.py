@@ -3,12 +3,10 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -40,7 +38,7 @@ from rankwise.skips import (
 
 bert = hugging_face("BertModel", **BERT)
 CPU = torch.device("cpu")
-SITES = [f"encoder.layer.{layer}.attention.output" for layer in range(3)]
+SITES = [f"encoder.layer.{layer}.attention.output.dropout" for layer in range(3)]
 X = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
 
 
@@ -51,8 +49,8 @@ def test_sites_are_modules_and_their_parameters_can_be_read() -> None:
     model = bert()
     skips = add_lambda_skip(model, init=2.0)
     assert list(skips) == SITES
-    assert skips[SITES[0]] is model.encoder.layer[0].attention.output.lambda_skip
-    assert "encoder.layer.0.attention.output: 2" in repr(skips)
+    assert skips[SITES[0]] is model.encoder.layer[0].attention.output.dropout.lambda_skip
+    assert f"{SITES[0]}: 2" in repr(skips)
     assert all(parameter.requires_grad for parameter in skips.values())
     assert not any(one.requires_grad for one in add_lambda_skip(bert(), learnable=False).values())
 
@@ -81,11 +79,6 @@ def test_each_channel_can_have_its_own_lambda(name: str) -> None:
     with torch.no_grad():
         next(iter(skips.values()))[3] = 2.0
     assert not same(outputs(model, batch), before)
-
-
-@pytest.mark.parametrize("init", [np.float32(2), np.int64(2), Fraction(2)], ids=repr)
-def test_lambda_may_have_any_real_type(init: Any) -> None:
-    assert {parameter.item() for parameter in add_lambda_skip(bert(), init=init).values()} == {2.0}
 
 
 @pytest.mark.parametrize("init", [0, 1e-50])
@@ -272,7 +265,7 @@ def tost(**options: Any) -> nn.Module:
 
 
 IDS, ONE = text_inputs(), {"input_ids": torch.tensor([[3]])}
-INIT = "`init`: expected a finite number, in float32"
+INIT = "`init`: expected a number in"
 NOT_FINITE = "expected finite numbers.*got NaN or infinity in"
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str, dict[str, Any]]] = {
     **{
@@ -404,7 +397,9 @@ def test_weights_on_a_mesh_are_refused_although_one_process_has_all(tmp_path: Pa
                 save_skips(sharded, tmp_path)
                 assert [value.item() for value in load_skips(bert(), tmp_path).values()] == [0.5] * 3
             else:
-                with pytest.raises(SkipError, match=r"got FSDP1\. Save it before it is wrapped"):
+                with pytest.raises(
+                    SkipError, match=r"expected a parameter of its module.* FSDP2 in place of FSDP1"
+                ):
                     save_skips(sharded, tmp_path)
 
 
@@ -420,10 +415,3 @@ def test_a_batch_on_which_the_model_fails_is_refused(call: Callable[..., Any], s
         add_lambda_skip(model, example=batch)
     with pytest.raises(InputError, match="`batch`: expected a batch that T5Model runs on, got Value"):
         call(model, {"input_ids": batch["input_ids"]})
-
-
-def test_a_model_without_an_implementation_gets_its_own_reason() -> None:
-    """The advice on attention is for FlexAttention alone, which has no derivative on a CPU."""
-    with pytest.raises(InputError, match="NotImplementedError") as raised:
-        add_lambda_skip(nn.Sequential(nn.Module()), example=torch.ones(1, 4, 8))
-    assert "sdpa" not in str(raised.value)

@@ -34,7 +34,7 @@ def page(audit: Audit) -> str:
 
 def data(audit: Audit) -> Mapping[str, Any]:
     """The data that the scripts of an audit's page read."""
-    return audit_document(audit).data(0)
+    return audit_document(audit).data
 
 
 def nasty_plan() -> Document:
@@ -78,7 +78,7 @@ DOCUMENTS: dict[str, Callable[[], Document]] = {
     "history": lambda: history_document(History.of([nasty(), only_nan(), only_nan()], [NASTY, "b", "c"])),
     "plan": nasty_plan,
     "compression": lambda: compression_document(
-        nasty_record(Compression, metric="accuracy", timed="decoding step after 9 tokens")
+        nasty_record(Compression, timed="decoding step after 9 tokens")
     ),
     "certificate": nasty_certificate,
 }

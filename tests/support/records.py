@@ -88,7 +88,7 @@ def importance(**changes: Any) -> ImportanceRecord:
     """Return the loss for which costs of removal were measured."""
     usual: dict[str, Any] = {
         "loss": "next tokens, causal", "unit": "nats per token", "value": 2.0, "sequences": 64,
-        "counted": 640, "ablation": "zero", "probes": 8, "seed": 0,
+        "counted": 640, "probes": 8, "seed": 0,
     }  # fmt: skip
     fields = usual | changes
     return ImportanceRecord(**({"reference": abs(fields["value"])} | fields))
@@ -242,13 +242,9 @@ FINDINGS: list[tuple[str, str, Address, dict[str, float], str, dict[str, Any]]] 
         "Every token gets the same mixture, so the head adds one vector to all of them.", {},
     ),
     (
-        "DUPLICATE_HEADS", "warning", place(3, 4), {"nearest_head_distance": 0.02},
-        "Heads 4 and 5 mix alike.",
-        {"heads": [4, 5], "remedy": Remedy(words="compare the loss without one of them")},
-    ),
-    (
-        "OVERSIZED_HEADS", "info", place(0), {"required_head_dim": 4.0, "heads": 12.0},
-        "The heads of this layer need few of their channels.", {},
+        "OVERSIZED_HEADS", "warning", place(3, 4), {"required_head_dim": 4.0, "heads": 2.0},
+        "The heads of this layer need few of their channels.",
+        {"heads": [4, 5], "remedy": Remedy(words="compare the loss with narrow heads")},
     ),
     ("IDENTITY", "info", place(0, 1), {"identity_distance": 0.04}, "Every token keeps to itself.", {}),
     (

@@ -92,8 +92,15 @@ WAYS = {
     "difference of two softmaxes": lambda q, k, v: (A(q, k) - 0.3 * A(k, q)) @ v,
     "talking heads": lambda q, k, v: torch.einsum("bhij,hg->bgij", A(q, k), MIX) @ v,
     "talking heads by conv": lambda q, k, v: F.conv2d(A(q, k), MIX[:, :, None, None]) @ v,
-    "talking heads by linear": lambda q, k, v: (
-        F.linear(A(q, k).permute(0, 2, 3, 1), MIX).permute(0, 3, 1, 2) @ v
+    "talking heads by linear": lambda q, k, v: talking(A(q, k)) @ v,
+    "talking heads before and after the softmax": lambda q, k, v: (
+        talking(talking(scores(q, k)).softmax(-1)) @ v
+    ),
+    "talking heads by conv, before and after": lambda q, k, v: (
+        F.conv2d(F.conv2d(scores(q, k), MIX[:, :, None, None]).softmax(-1), MIX[:, :, None, None]) @ v
+    ),
+    "talking heads with a norm, before and after": lambda q, k, v: (
+        talking(normed_heads(talking(scores(q, k))).softmax(-1)) @ v
     ),
     "a sink column cut off": lambda q, k, v: (
         torch.cat([scores(q, k), torch.zeros(*q.shape[:-1], 1)], -1).softmax(-1)[..., :-1] @ v
@@ -105,6 +112,14 @@ WAYS = {
     "dense synthesizer": lambda q, k, v: F.linear(q, torch.ones(TOKENS, q.shape[-1])).softmax(-1) @ v,
 }  # fmt: skip
 MIX = torch.tensor([[0.5, 0.2, 0.3], [0.1, 0.8, 0.1], [0.4, 0.4, 0.2]])
+
+
+def talking(matrices):
+    return F.linear(matrices.permute(0, 2, 3, 1), MIX).permute(0, 3, 1, 2)
+
+
+def normed_heads(matrices):
+    return F.batch_norm(matrices, torch.zeros(HEADS), torch.ones(HEADS))
 
 
 def bmm_attention(q, k, v):

@@ -4,7 +4,7 @@
 """
 
 import sys
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, TypeVar, no_type_check
@@ -216,28 +216,30 @@ def set_attribute(module: nn.Module, name: str, value: object) -> Callable[[], N
 def preserve_state(model: nn.Module) -> Iterator[None]:
     """Context manager in which a model works on copies of its buffers, and which restores its attributes.
 
-    Counters, caches and running statistics are afterwards as before, also those in lists and dicts. Nothing
-    is written into them, so the backward passes of earlier and of later operations stay valid. Content of
-    other objects is not restored, and nothing is if the model adds modules or parameters, as lazy modules do:
-    attributes say that it did. Cost: a copy of the buffers.
+    Counters, caches, running statistics and hooks are afterwards as before, also those in lists, dicts, sets
+    and deques. So a first run that adds hooks and notes this in an attribute leaves neither. Tensors are not
+    written to, so the backward passes of earlier and of later operations stay valid. Content of other objects
+    is not restored, and nothing is if the model adds modules or parameters, as lazy modules do: attributes
+    say that it did. Cost: a copy of the buffers.
     """
     special = (torch.jit.ScriptModule, nn.modules.lazy.LazyModuleMixin)  # these store state otherwise
     modules = [module for module in model.modules() if not isinstance(module, special)]
     stores: list[Any] = [store for module in modules for store in (module._buffers, vars(module))]
-    own_names = vars(nn.Module())
-    held = [value for module in modules for name, value in vars(module).items() if name not in own_names]
+    torch_names = ("_buffers", "_parameters", "_modules")
+    held = [value for module in modules for name, value in vars(module).items() if name not in torch_names]
     stores += _containers(held, {}).values()
     copies: dict[int, Tensor] = {}  # a tensor with two names stays one
 
     def parts() -> int:
         return len([*model.modules(), *model.parameters()])
 
-    before, others = parts(), [module._non_persistent_buffers_set for module in modules]
-    kept = [(store, store.copy()) for store in stores + others]
+    before, kept = parts(), [(store, store.copy()) for store in stores]
     try:
         with without_torch_function():
             for store in stores:
                 for name, value in store.items() if isinstance(store, dict) else enumerate(store):
+                    if isinstance(store, set):  # its tensors are found by identity
+                        break
                     weight = isinstance(value, nn.Parameter)
                     # attributes that require gradients are no state: FSDP1 holds views of freed storage
                     if isinstance(value, Tensor) and not weight and not value.requires_grad:
@@ -246,15 +248,15 @@ def preserve_state(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for store, content in kept if parts() <= before else []:
-            if isinstance(store, list) or list(store) != list(content):
+            if not isinstance(store, dict) or list(store) != list(content):
                 store.clear()
-            (store.extend if isinstance(store, list) else store.update)(content)
+            (store.extend if isinstance(store, list | deque) else store.update)(content)
 
 
 def _containers(values: Iterable[Any], containers: dict[int, Any]) -> dict[int, Any]:
-    """Add the lists and dicts among values, and those inside them, to ``found`` by `id`; return it."""
+    """Add the containers among values, and the containers inside them, to ``containers`` by `id`."""
     for value in values:
-        if type(value) in (list, dict) and id(value) not in containers:
+        if type(value) in (list, dict, OrderedDict, defaultdict, set, deque) and id(value) not in containers:
             containers[id(value)] = value
             _containers(value.values() if isinstance(value, dict) else value, containers)
     return containers

@@ -1,4 +1,4 @@
-"""Record attention maps of chosen heads: block averages of mixing matrices, within a budget of bytes."""
+"""Record attention maps of chosen heads: block averages of mixing matrices."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -11,18 +11,8 @@ from rankwise._internals.batches import Batch
 from rankwise.auditing.examples import TokenNames, token_ids
 from rankwise.auditing.records import MAP_SIDE, AttentionMap, Finding, HeadRecord
 from rankwise.auditing.settings import ChosenHeads
-from rankwise.errors import InputError
 from rankwise.operators import IndexedMixing, MixingOperator
 from rankwise.tracing import CapturedMixer
-
-MAP_BYTES = 2**28
-"""Maximum size of all attention maps of an audit: 256 MiB, at 43 KiB per map. Further heads have no map."""
-SEQUENCES = 2
-"""Number of sequences with attention maps. A pattern in both does not come from the words of one text."""
-
-
-class NoSuchHeadsError(InputError):
-    """Error if the model has none of the heads whose attention maps were requested."""
 
 
 def block_averages(operator: MixingOperator, side: int = MAP_SIDE) -> Float[Tensor, "*batch R C"]:
@@ -58,86 +48,52 @@ def _averaging(size: int, blocks: int, dtype: torch.dtype, device: torch.device)
 
 
 class AttentionMapRecorder:
-    """Recorder of the attention maps of one audit, with the tokens of rows and columns."""
+    """Recorder of the attention maps of the first sequence, with the tokens of rows and columns."""
 
     def __init__(self, chosen: ChosenHeads, names: TokenNames) -> None:
         self.chosen, self.names = chosen, names
         self.texts: dict[str, list[str]] = {}
-        """Tokens on the axes of the maps, by model input: ``input_ids``, or ``input_ids of sequence 2``."""
-        self.notes: list[str] = []
-        self._bytes_left = MAP_BYTES
+        """Tokens on the axes of the maps, by model input, such as ``input_ids``."""
 
     def record(
-        self, site: CapturedMixer, heads: Sequence[int], batch: Batch | None, before: int = 0
-    ) -> list[dict[int, AttentionMap]]:
-        """Return maps per sequence, by position in ``heads``; ``before`` sequences already have maps."""
-        places = [place for place, head in enumerate(heads) if self.chosen.includes(site.layer, head)]
-        sequences = range(min(site.sequences, SEQUENCES - before))
-        return [self._record_sequence(site, number, places, batch, before + number) for number in sequences]
-
-    def _record_sequence(
-        self, site: CapturedMixer, number: int, places: Sequence[int], batch: Batch | None, sequence: int
+        self, site: CapturedMixer, heads: Sequence[int], batch: Batch | None
     ) -> dict[int, AttentionMap]:
-        """Return the maps of one sequence; for several image windows, the maps of the first window."""
-        row = number * (site.operator.shape[0] // max(site.sequences, 1))
-        rows, columns = site.valid_tokens[row], site.valid_sources[row]
+        """Return the maps of the first sequence (image window), by position in ``heads``."""
+        places = [place for place, head in enumerate(heads) if self.chosen.includes(site.layer, head)]
+        rows, columns = site.valid_tokens[0], site.valid_sources[0]
         if not (places and rows.any() and columns.any()):
             return {}
-        operator: MixingOperator = site.operator[row : row + 1]
+        operator: MixingOperator = site.operator[:1]
         if not bool(rows.all() and columns.all()):
             operator = IndexedMixing(operator, rows, columns)
         tokens, sources = operator.shape[-2:]
         maps: dict[int, AttentionMap] = {}
         for place in places:
-            if self._bytes_left <= 0:
-                self.notes = [f"attention maps end at {MAP_BYTES >> 20} MiB: name the heads to see others"]
-                break
             with torch.no_grad():
                 averages = block_averages(operator[:, place : place + 1])[0, 0].float().cpu().numpy()
-            maps[place] = AttentionMap.of(averages, tokens, sources, *self._texts(site, batch, row, sequence))
-            self._bytes_left -= len(maps[place].values)
+            maps[place] = AttentionMap.of(averages, tokens, sources, *self._texts(site, batch))
         return maps
 
-    def check(self, heads: Iterable[tuple[int, int]]) -> None:
-        """Raise `NoSuchHeadsError` if the model's ``heads``, pairs (layer, head), include no chosen head."""
-        existing = set(heads)
-        if self.chosen.heads and not self.chosen.heads & existing:
-            layers, numbers = zip(*existing, strict=True)
-            expected = f"heads of layers {min(layers)}–{max(layers)}, numbers {min(numbers)}–{max(numbers)}"
-            fix = 'Counted from 0: "0:0" is head 0 of layer 0; "all" or "flagged" need no numbers.'
-            raise NoSuchHeadsError(
-                "`attention_maps`", expected=expected, got=_listed(self.chosen.heads), fix=fix
-            )
-
     def missing(self, heads: Iterable[tuple[int, int]]) -> list[str]:
-        """Return notes on maps that are missing: heads that do not exist, or no bytes left."""
-        absent = self.chosen.heads - set(heads)
-        return [*self.notes, *([f"no such head to keep the matrix of: {_listed(absent)}"] if absent else [])]
+        """Return a note on chosen heads that do not exist."""
+        absent = ", ".join(f"{layer}:{head}" for layer, head in sorted(self.chosen.heads - set(heads)))
+        return [f"no such head to keep the matrix of: {absent}"] if absent else []
 
-    def _texts(self, site: CapturedMixer, batch: Batch | None, row: int, sequence: int) -> list[str]:
+    def _texts(self, site: CapturedMixer, batch: Batch | None) -> list[str]:
         """Return the keys in ``texts`` of row tokens and of column tokens; "" if the tokens are unknown."""
         keys = []
         for ids, valid in zip(token_ids(site, batch), (site.valid_tokens, site.valid_sources), strict=True):
-            real = [] if ids is None else ids.ids[row][valid[row].to(ids.ids.device)].tolist()
+            real = [] if ids is None else ids.ids[0][valid[0].to(ids.ids.device)].tolist()
             tokens = [self.names.text(number) for number in real]
-            name = "" if ids is None else ids.name + (f" of sequence {sequence + 1}" if sequence else "")
-            fits = bool(name) and self.texts.setdefault(name, tokens) == tokens
-            keys.append(name if fits else "")
+            fits = ids is not None and self.texts.setdefault(ids.name, tokens) == tokens
+            keys.append(ids.name if ids is not None and fits else "")
         return keys
 
 
 def only_flagged(heads: Sequence[HeadRecord], findings: Sequence[Finding]) -> list[HeadRecord]:
     """Return the records of heads, without the attention maps of heads that have no finding."""
-    flagged = {
-        replace(finding.where.at(head), call=0)
-        for finding in findings
-        if finding.where.head is not None
-        for head in (finding.where.head, *(finding.heads if finding.code == "DUPLICATE_HEADS" else ()))
-    }
-    no_maps = {"attention_map": None, "second_attention_map": None}
-    kept = (replace(head.id, call=0) in flagged for head in heads)
-    return [head if keep else head.model_copy(update=no_maps) for head, keep in zip(heads, kept, strict=True)]
-
-
-def _listed(heads: Iterable[tuple[int, int]]) -> str:
-    return ", ".join(f"{layer}:{head}" for layer, head in sorted(heads))
+    flagged = {replace(finding.where, call=0) for finding in findings if finding.where.head is not None}
+    return [
+        head if replace(head.id, call=0) in flagged else head.model_copy(update={"attention_map": None})
+        for head in heads
+    ]

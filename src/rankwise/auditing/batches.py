@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from rankwise._internals.batches import Batch, tensors_of
-from rankwise._internals.forward import config_value, without_copies
+from rankwise._internals.forward import config_value
 from rankwise.auditing.error_hints import PASS_TEXTS, positions_of
 from rankwise.errors import InputError, instance_of, whole_number
 
@@ -222,24 +222,13 @@ def check_batches(batches: object) -> None:
     raise InputError("`batches`", expected="an iterable of batches", got=got, fix=fix)
 
 
-def check_rows(model: nn.Module, batch: Any, number: int) -> None:
-    """Raise `InputError` if a batch has no tokens or, for transformers models, a row with only padding."""
+def check_tokens(batch: Any, number: int) -> None:
+    """Raise `InputError` if a batch has no tokens."""
     tensors = tensors_of(batch)
     fix = "Leave it out: an empty text is the usual cause."
     if tensors and not any(tensor.numel() for tensor in tensors.values()):
         got = f"the shape {tuple(next(iter(tensors.values())).shape)}"
         raise InputError(f"batch {number}", expected="one or more sequences with tokens", got=got, fix=fix)
-    mask, ids = tensors.get("attention_mask"), tensors.get("input_ids")
-    if getattr(without_copies(model), "config", None) is None or mask is None or ids is None:
-        return
-    if mask.shape != ids.shape or mask.dim() < 2:
-        return
-    empty = (mask == 0).all(-1).nonzero().tolist()
-    if empty:
-        row = ", ".join(map(str, empty[0]))  # multiple choice has two indices: row and choice
-        expected = "a token that is not padding in every row"
-        got = f"nothing but padding in row {row}, counted from 0"
-        raise InputError(f"`attention_mask` of batch {number}", expected=expected, got=got, fix=fix)
 
 
 def from_texts(

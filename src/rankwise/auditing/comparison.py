@@ -2,15 +2,14 @@
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
-from pathlib import Path
-from typing import Literal, NamedTuple, TypeVar
+from typing import ClassVar, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from pydantic import Field
 
-from rankwise._internals import report_package
+from rankwise._internals.files import SavedRecord
 from rankwise._internals.records import Address, Count, Number, Record, grouped
 from rankwise._internals.statistics import mean
 from rankwise.auditing.match_findings import OUTCOMES, FindingChange, finding_changes
@@ -85,8 +84,10 @@ class Total(Record):
     after: Number
 
 
-class Comparison(Record):
+class Comparison(SavedRecord):
     """Differences between two audits."""
+
+    _command: ClassVar[str] = "compare"
 
     format: Literal["rankwise-comparison"] = "rankwise-comparison"
     schema_version: int = SCHEMA_VERSION
@@ -132,17 +133,6 @@ class Comparison(Record):
         """Findings of the first audit that the second does not have."""
         return [change.finding for change in self.findings if change.outcome == "resolved"]
 
-    def to_html(self, path: str | Path) -> Path:
-        """Write an HTML page: the differences, the findings, a map of the heads and a table of the layers.
-
-        In a folder, the file is ``comparison.html``. Return its path; raise `InputError` if writing fails.
-        """
-        path = Path(path)
-        path = path / "comparison.html" if path.is_dir() else path
-        report = report_package()
-        written: Path = report.write_page(report.document_of(self), path)
-        return written
-
     def __repr__(self) -> str:
         counts = Counter(change.outcome for change in self.findings)
         outcomes = ", ".join(f"{counts[outcome]} {outcome}" for outcome in OUTCOMES if counts[outcome])
@@ -158,8 +148,7 @@ def compare_two(before: Audit, after: Audit) -> Comparison:
         # One model may be a part of the other, so that the names of its modules differ.
         heads, *only_heads = _matched(before.heads, after.heads, "layer call head cross kind", stacks)
     states, *only_states = _matched(before.states, after.states, "blocks", stacks)
-    costs, at_init = _cost_differences(before, after), _at_init_difference(before, after)
-    left_out = {*([COST] if costs else []), *(INITIAL if at_init else [])}
+    left_out = not_compared([before, after])
     losses = [abs(audit.importance.value) for audit in (before, after) if audit.importance is not None]
     cost_range = max((loss for loss in losses if math.isfinite(loss) and loss > 0), default=1.0)
     measures = [measure for measure in HEAD_MEASURES if measure.name not in left_out]
@@ -177,7 +166,7 @@ def compare_two(before: Audit, after: Audit) -> Comparison:
     ]
     return Comparison(
         before=before.provenance, after=after.provenance, heads=len(heads), states=len(states),
-        warnings=[*_warnings(before, after, heads, states), *costs, *at_init],
+        warnings=[*_warnings(before, after, heads, states), *dict.fromkeys(left_out.values())],
         structure=[*_structure(before, after, stacks)], totals=_totals(before, after),
         by_layer=[change for change in by_layer if change.measure not in left_out],
         below_rounding=len(every) - len(changes),
@@ -263,13 +252,20 @@ def _std(measure: AnyMeasure, record: HeadRecord | StateRecord) -> float:
     return std / record.full_rank if measure.share else std
 
 
-def _layer_changes(before: Audit, after: Audit, stacks: Mapping[str, str]) -> Iterator[LayerChange]:
-    """Yield changes of layers in both audits, for heads only if the layer has equal kinds of mixers."""
-    theirs = layer_means(after)
-    kinds: dict[tuple[str, int, bool], list[set[str]]] = defaultdict(lambda: [set(), set()])
+def _kinds(
+    before: Audit, after: Audit, stacks: Mapping[str, str]
+) -> dict[tuple[str, int, bool], tuple[set[str], set[str]]]:
+    """Return the kinds of mixers of each layer in both audits, by the names of the second audit."""
+    kinds: dict[tuple[str, int, bool], tuple[set[str], set[str]]] = defaultdict(lambda: (set(), set()))
     for side, (audit, names) in enumerate(((before, stacks), (after, {}))):
         for head in audit.heads:
             kinds[names.get(head.stack, head.stack), head.layer, head.cross][side].add(head.kind)
+    return kinds
+
+
+def _layer_changes(before: Audit, after: Audit, stacks: Mapping[str, str]) -> Iterator[LayerChange]:
+    """Yield changes of layers in both audits, for heads only if the layer has equal kinds of mixers."""
+    theirs, kinds = layer_means(after), _kinds(before, after, stacks)
     for own_key, (old, old_std) in layer_means(before).items():
         key = own_key._replace(stack=stacks.get(own_key.stack, own_key.stack))
         ours, other = kinds[key.stack, key.layer, key.cross]
@@ -300,51 +296,26 @@ def _totals(before: Audit, after: Audit) -> list[Total]:
 
 
 def _structure(before: Audit, after: Audit, stacks: Mapping[str, str]) -> Iterator[str]:
-    """Yield sentences on the stacks, layers, heads, mixers, masks and widths that differ."""
+    """Yield sentences on stacks and kinds of mixers that differ; totals tell numbers of layers and heads."""
     for ours, theirs in stacks.items():
         if ours != theirs:
             yield f"The stack {ours or 'model'!r} is compared with {theirs or 'model'!r}."
-        place = f" in {theirs!r}" if theirs else ""
-        old, new = (
-            grouped((head for head in audit.heads if head.stack == stack), attrgetter("layer"))
-            for audit, stack in ((before, ours), (after, theirs))
+    kinds = ([" and ".join(sorted(side)) for side in pair] for pair in _kinds(before, after, stacks).values())
+    pairs = Counter((old, new) for old, new in kinds if old and new and old != new)
+    for (old, new), number in pairs.items():
+        yield (
+            f"Mixers of {number} layers: {old} before, {new} after. Ranks of different kinds of operators do "
+            "not compare; token states and totals do."
         )
-        if old and new and len(old) != len(new):
-            yield f"Layers that mix{place}: {len(old)} before, {len(new)} after."
-        both = [layer for layer in old if layer in new]
-        for words, (fact, consequence) in _FACTS.items():
-            pairs = Counter((fact(old[layer]), fact(new[layer])) for layer in both)
-            unlike = [
-                f"{old_fact} before, {new_fact} after ({'all' if number == len(both) else number} layers)"
-                for (old_fact, new_fact), number in pairs.items()
-                if old_fact != new_fact
-            ]
-            if unlike:
-                yield f"{words}{place}: {'; '.join(unlike)}.{consequence}"
-        widths, other_widths = (
-            ", ".join(map(str, sorted({state.hidden_size for state in audit.states if state.stack == stack})))
-            for audit, stack in ((before, ours), (after, theirs))
-        )
-        if widths and other_widths and widths != other_widths:
-            yield f"Width of the token states{place}: {widths} before, {other_widths} after."
     for name, audit, compared in (("before", before, stacks.keys()), ("after", after, stacks.values())):
         for stack in _stacks(audit):
             if stack not in compared:
                 yield f"The stack {stack or 'model'!r} is only in the audit {name}."
 
 
-_OTHER_MIXING = " Ranks of different kinds of operators do not compare; token states and totals do."
-_FACTS: dict[str, tuple[Callable[[Sequence[HeadRecord]], str], str]] = {
-    "Heads of a layer": (lambda heads: str(len(heads)), ""),
-    "Mixing": (lambda heads: " and ".join(dict.fromkeys(head.kind for head in heads)), _OTHER_MIXING),
-    "Masks": (lambda heads: " and ".join(dict.fromkeys(head.mask for head in heads)), ""),
-}
-
-
 _PROVENANCE = {
     "delta": ("δ differs", "Numerical ranks use different thresholds."),
     "rank_method": ("The method differs", "Some changes may be errors of estimates."),
-    "measure_dtype": ("The dtype of the measures differs", "Some changes may be rounding."),
     "data": ("The data differ", "Some changes may come from the data."),
     "sequences": ("The sequences differ", "The means are over different numbers of sequences."),
 }
@@ -356,10 +327,7 @@ def _warnings(
     heads: Sequence[tuple[HeadRecord, HeadRecord]],
     states: Sequence[tuple[StateRecord, StateRecord]],
 ) -> Iterator[str]:
-    """Yield reasons why the numbers of two audits may not be comparable.
-
-    Reasons that concern costs and measures at initialization are left out.
-    """
+    """Yield reasons why the numbers of two audits may not be comparable, except `not_compared`."""
     for field, (subject, consequence) in _PROVENANCE.items():
         old_value, new_value = (getattr(audit.provenance, field) for audit in (before, after))
         if old_value != new_value:
@@ -374,9 +342,6 @@ def _warnings(
     unlike = sum((a.kind, a.mask) != (b.kind, b.mask) for a, b in heads)
     if unlike:
         yield f"{unlike} of {len(heads)} heads have another kind or mask: their references differ."
-    examined = any("mixer_share" in finding.evidence for finding in (*before.findings, *after.findings))
-    if examined and before.provenance.skips_examined != after.provenance.skips_examined:
-        yield "Only one audit was examined by `rw.skips.recommend`; the other cannot name suppressed mixers."
     for name, audit in (("before", before), ("after", after)):
         if not audit.complete:
             yield f"The audit {name} is incomplete: some measurements are missing."
@@ -384,35 +349,27 @@ def _warnings(
         yield "No head of one audit is in the other. Are they of the same architecture?"
 
 
-def _at_init_difference(before: Audit, after: Audit) -> list[str]:
-    """Return a warning if only one audit was compared with initialization."""
-    if (before.at_init is None) == (after.at_init is None):
-        return []
-    alone = "after" if before.at_init is None else "before"
-    return [
-        f"Only the audit {alone} was compared with initialization: changes leave out measures at "
-        "initialization."
-    ]
+def cost_quantity(audit: Audit) -> str:
+    """Return loss and method of costs of removal as text; costs with equal texts compare.
 
-
-def _cost_differences(before: Audit, after: Audit) -> list[str]:
-    """Return warnings about costs of removal that are not comparable."""
-    both = [audit.importance for audit in (before, after) if audit.importance is not None]
-    origins = [cost_origin(audit) for audit in (before, after)]
-    facts: dict[str, list[str]] = {
-        "The loss of importance differs:": [record.quantity for record in both],
-        "The replacement of removed heads differs:": [record.ablation for record in both],
-        "Costs of removal are": origins,
-    }
-    pairs = {words: pair for words, pair in facts.items() if len(set(pair)) == 2}
-    differences = [f"{words} {old} before, {new} after." for words, (old, new) in pairs.items()]
-    if any(origins) and not all(origins):
-        name = "before" if origins[0] else "after"
-        differences = [f"Only the audit {name} measured importance; the other cannot name removable heads."]
-    return [f"{words} Changes leave out costs of removal." for words in differences]
-
-
-def cost_origin(audit: Audit) -> str:
-    """Return how costs of removal were computed: exact, estimated or both; "" without costs."""
+    The text is empty without costs.
+    """
     importances = [head.importance for head in audit.heads if head.importance is not None]
-    return " and ".join(sorted({cost.method for cost in importances if math.isfinite(cost.cost)}))
+    methods = " and ".join(sorted({cost.method for cost in importances if math.isfinite(cost.cost)}))
+    if audit.importance is None or not methods:
+        return ""
+    return f"{audit.importance.quantity}, {methods}"
+
+
+def not_compared(audits: Sequence[Audit]) -> dict[str, str]:
+    """Return the measures that differ between audits in what they measure, each with a sentence on it."""
+    quantities = list(dict.fromkeys(map(cost_quantity, audits)))
+    have_initial = {audit.at_init is not None for audit in audits}
+    left_out = {}
+    if len(quantities) > 1:
+        listed = "; ".join(quantity or "not measured" for quantity in quantities)
+        left_out[COST] = f"Costs of removal are left out, because audits differ in them: {listed}."
+    if len(have_initial) > 1:
+        words = "Measures at initialization are left out, because some audits do not have them."
+        left_out |= dict.fromkeys(INITIAL, words)
+    return left_out

@@ -2,11 +2,11 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rankwise.auditing.records import AttentionMap, HeadRecord
+from rankwise.auditing.records import AttentionMap, HeadRecord, MaskName
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -14,108 +14,70 @@ if TYPE_CHECKING:
     from rankwise._internals.batches import Batch
     from rankwise.tracing import CapturedMixer
 
-TOKENS_KEPT = 16
-"""Number of token names that a record keeps for each kind of name; an attention sink has one or two."""
+NAMES_KEPT = 48
+"""Number of token names that a record keeps; an attention sink has one or two."""
 
 
 @dataclass
-class Examples:
-    """Examples from single sequences for the heads of one mixer call; each list has one item per head."""
+class HeadExamples:
+    """Examples from single sequences for one head."""
 
-    longest: list[float]
+    longest: float = 0.0
     """Number of tokens of the longest sequence, from which the mask is taken; 0 without sequences."""
-    masks: list[str]
-    spectra: list[list[float]]
+    mask: MaskName = "full"
+    spectrum: list[float] = field(default_factory=list)
     """Singular values of the first sequence; empty if ranks were estimated."""
-    memberships: list[list[float]]
+    membership: list[float] = field(default_factory=list)
     """Membership (weight in the head) of each token of the first sequence; empty if the mixer has none."""
-    grids: list[tuple[int, int] | None]
-    """Rows and columns of patches if the tokens of ``memberships`` are patches of an image."""
-    named: list[int]
+    grid: tuple[int, int] | None = None
+    """Rows and columns of patches if the tokens of ``membership`` are patches of an image."""
+    named: int = 0
     """Number of sequences in which the most attended token has a name."""
-    names: list[list[Counter[str]]]
-    """``names[i][j]``: number of sequences by name, for head i and kind of name j (see `peak_name`)."""
-    attention_maps: list[list[AttentionMap]] = field(default_factory=list)
-    """Attention maps of the first two sequences."""
+    names: Counter[str] = field(default_factory=Counter)
+    """Number of sequences by name of the most attended token; a token has several names (`peak_names`)."""
+    attention_map: AttentionMap | None = None
+    """Attention map of the first sequence; None if not requested."""
 
     @classmethod
-    def empty(cls, heads: int) -> "Examples":
-        """Return examples to which no sequence has been added."""
-
-        def lists() -> list[list[Any]]:
-            return [[] for _ in range(heads)]
-
+    def from_record(cls, record: HeadRecord) -> "HeadExamples":
+        """Restore examples from a saved record."""
         return cls(
-            longest=[0.0] * heads, masks=["full"] * heads, grids=[None] * heads, named=[0] * heads,
-            spectra=lists(), memberships=lists(), names=lists(), attention_maps=lists(),
-        )  # fmt: skip
-
-    @classmethod
-    def from_records(cls, records: Sequence[HeadRecord]) -> "Examples":
-        """Restore examples from the saved records of one mixer call."""
-        return cls(
-            longest=[float(record.merging.longest) if record.sequences else 0.0 for record in records],
-            masks=[record.mask for record in records],
-            spectra=[record.spectrum for record in records],
-            memberships=[record.membership_map for record in records],
-            grids=[record.membership_grid for record in records],
-            named=[record.merging.named for record in records],
-            names=[[Counter(kind) for kind in record.merging.names] for record in records],
-            attention_maps=[
-                [kept for kept in (record.attention_map, record.second_attention_map) if kept is not None]
-                for record in records
-            ],
+            longest=float(record.merging.longest) if record.sequences else 0.0,
+            mask=record.mask,
+            spectrum=record.spectrum,
+            membership=record.membership_map,
+            grid=record.membership_grid,
+            named=record.merging.named,
+            names=Counter(record.merging.names),
+            attention_map=record.attention_map,
         )
 
-    def see_lengths(self, tokens: Sequence[float], masks: Sequence[str]) -> None:
-        """Keep for each head the mask of its longest sequence; ties go to the first mask name by alphabet."""
-        for head, (length, mask) in enumerate(zip(tokens, masks, strict=True)):
-            if length > self.longest[head]:
-                self.longest[head], self.masks[head] = length, mask
-            elif length == self.longest[head] > 0:
-                self.masks[head] = min(self.masks[head], mask)
+    def see_length(self, tokens: float, mask: MaskName) -> None:
+        """Keep the mask of the longest sequence; ties go to the first mask name by alphabet."""
+        if tokens > self.longest:
+            self.longest, self.mask = tokens, mask
+        elif tokens == self.longest > 0:
+            self.mask = min(self.mask, mask)
 
-    def add_names(self, sequences: Sequence[Sequence[Sequence[str]]]) -> None:
-        """Count the names ``[sequence][head][kind]`` of most attended tokens; [] for an unknown token."""
-        for heads in sequences:
-            for head, kinds in enumerate(heads):
-                self.named[head] += bool(kinds)
-                _count(self.names[head], [{name: 1} for name in kinds])
+    def merge(self, other: "HeadExamples") -> None:
+        """Add examples of the same head from later sequences; the attention map is of the first alone."""
+        self.see_length(other.longest, other.mask)
+        if not self.membership:
+            self.membership, self.grid = other.membership, other.grid
+        self.spectrum = self.spectrum or other.spectrum
+        self.named += other.named
+        self.names.update(other.names)
 
-    def merge(self, other: "Examples", *, attention_maps: bool = True) -> None:
-        """Add examples of the same heads from later sequences, with or without their attention maps."""
-        for names, others in zip(self.names, other.names, strict=True):
-            _count(names, others)
-        self.see_lengths(other.longest, other.masks)
-        for head in range(len(self.longest)):
-            if not self.memberships[head]:
-                self.memberships[head], self.grids[head] = other.memberships[head], other.grids[head]
-            self.spectra[head] = self.spectra[head] or other.spectra[head]
-            self.named[head] += other.named[head]
-            if attention_maps:
-                self.attention_maps[head] = (self.attention_maps[head] + other.attention_maps[head])[:2]
+    @property
+    def peak(self) -> tuple[str, int]:
+        """Most frequent name of the most attended token, and the number of sequences with it.
 
-    def peak(self, head: int) -> tuple[str, int]:
-        """Return the most frequent name of the most attended token, and the number of sequences with it.
-
-        The name is empty if fewer than half of the sequences share it. If names of several kinds are equally
-        frequent, the most specific kind wins.
+        The name is empty if fewer than half of the sequences share it. If names are equally frequent, a name
+        of text and position wins.
         """
-        best = ("", 0)
-        for kind in self.names[head]:
-            name, count = min(kind.items(), key=lambda item: (-item[1], item[0]), default=best)
-            best = (name, count) if count > best[1] and 2 * count >= self.named[head] else best
-        return best
-
-    def grid(self, head: int) -> tuple[int, int] | None:
-        """Return rows and columns of a membership map; None if the map has only part of the tokens."""
-        return self.grids[head] if len(self.memberships[head]) == self.longest[head] else None
-
-
-def _count(counts: list[Counter[str]], more: Sequence[Mapping[str, int]]) -> None:
-    counts += [Counter() for _ in more[len(counts) :]]
-    for kind, added in zip(counts, more, strict=False):
-        kind.update(added)
+        names = self.names.items()
+        name, count = min(names, key=lambda item: (-item[1], ", " not in item[0], item[0]), default=("", 0))
+        return (name, count) if 2 * count >= self.named else ("", 0)
 
 
 def patch_grid(tokens: int, image: tuple[int, int] | None) -> tuple[int, int] | None:
@@ -154,8 +116,8 @@ class TokenNames:
 
     def peaks(
         self, site: "CapturedMixer", batch: "Batch | None", columns: Sequence[Sequence[int]]
-    ) -> list[list[list[str]]]:
-        """Return the names of the token in ``columns`` for each sequence and head; [] for column −1.
+    ) -> list[list[set[str]]]:
+        """Return the names of the token in ``columns`` for each sequence and head; none for column −1.
 
         Columns are counted without padding.
         """
@@ -164,7 +126,7 @@ class TokenNames:
         ids = [None if read is None else read.ids.cpu()[row][places] for row, places in enumerate(real)]
         return [
             [
-                [] if column < 0 else peak_name(self, ids[number], column, len(real[number]))
+                set() if column < 0 else peak_names(self, ids[number], column, len(real[number]))
                 for column in heads
             ]
             for number, heads in enumerate(columns)
@@ -190,15 +152,14 @@ def token_ids(site: "CapturedMixer", batch: "Batch | None") -> "tuple[TokenIds |
     return rows if fits_rows else None, columns if fits_columns else None
 
 
-def peak_name(names: TokenNames, ids: "Tensor | None", column: int, sources: int) -> list[str]:
-    """Return three names of the token in ``column``: text and position, position alone, text alone.
+def peak_names(names: TokenNames, ids: "Tensor | None", column: int, sources: int) -> set[str]:
+    """Return the names of the token in ``column``: position, text, and both together.
 
     ``ids`` are the token ids of the columns without padding, None if unknown; ``sources`` counts the columns.
     """
     place = {0: "the first token", sources - 1: "the last token"}.get(column, f"token {column}")
     text = f"token {column}" if ids is None else names.text(int(ids[column]))
-    both = place if ids is None else f"{text}, {place}"
-    return [both, place, text]
+    return {place, text} | (set() if ids is None else {f"{text}, {place}"})
 
 
 def image_size(batch: "Batch | None") -> tuple[int, int] | None:

@@ -16,7 +16,6 @@ from rankwise.auditing.importance_findings import (
     saved_share,
     with_removal_costs,
 )
-from rankwise.auditing.measure_table import mixer_kind
 from rankwise.auditing.provenance import loading_command
 from rankwise.auditing.records import (
     SEVERITY_ORDER,
@@ -47,8 +46,8 @@ STRUCTURE_TOKENS = 64
 SINK_MASS = 0.9
 # CONSTANT: at most 10 % of σ₁² is in other directions, and rows differ in less than 9 % (0.3²) of ‖M‖².
 CONSTANT_STABLE_RANK, CONSTANT_DISTANCE = 1.1, 0.3
-# IDENTITY, DUPLICATE_HEADS: the squared distance is below 1 % (0.1²) of the sum of both squared norms.
-IDENTITY_DISTANCE = DUPLICATE_DISTANCE = 0.1
+# IDENTITY: the squared distance is below 1 % (0.1²) of the sum of both squared norms.
+IDENTITY_DISTANCE = 0.1
 # COLLAPSE: threshold on token spread, whose square is the share of ‖Y‖² that differs between tokens; runs
 # with a value below it halfway, and those of them that did not learn (docs/evidence/collapse-rule.md).
 COLLAPSE_SPREAD, COLLAPSED_RUNS, COLLAPSED_FAILED = 0.04, 40, 37
@@ -62,7 +61,7 @@ OVERSIZED_HEADS = 0.4
 # (Marchenko and Pastur): 1/4 to 9/4 for N = 4. With fewer tokens, every head seems to need few channels.
 TOKENS_PER_CHANNEL = 4
 
-Subject = Literal["model", "stack", "layer", "mixer", "group", "head", "modules"]
+Subject = Literal["model", "stack", "layer", "mixer", "head", "modules"]
 Find = Callable[..., Iterator[Finding]]
 
 
@@ -85,8 +84,8 @@ class Rule:
     find: Find
     """Function that yields findings from `Measured`, or from one `HeadRecord` if the rule is about a head."""
     about: Subject
-    """Subject of the findings. Findings of two audits match if code and subject are equal; groups of heads,
-    if they share two heads. ``modules``: modules of one class that were not captured for one reason."""
+    """Subject of the findings. Findings of two audits match if code and subject are equal. ``modules``:
+    modules of one class that were not captured for one reason."""
     decided_by: str
     """Key in the finding's evidence: its number says how strong the finding is."""
     worse: Literal["higher", "lower", "neither"]
@@ -100,7 +99,7 @@ class Rule:
     names: str = ""
     """What the sentence of a verdict calls its findings, in the plural; empty if it does not name them."""
     with_costs: bool = False
-    """True if the finding states the cost of removing its heads, provided that the cost is known."""
+    """True if the finding states the cost of removing its head, provided that the cost is known."""
 
 
 FINDING_RULES: dict[str, Rule] = {}
@@ -134,8 +133,8 @@ def diagnose(
         for subject in heads if about_heads else [measured]:
             findings += (finding for find in finds for finding in find(subject))
     if importance is not None:
-        subjects_with_costs = {code: rule.about for code, rule in FINDING_RULES.items() if rule.with_costs}
-        findings = with_removal_costs(findings, subjects_with_costs, heads, importance, states, provenance)
+        codes = [code for code, rule in FINDING_RULES.items() if rule.with_costs]
+        findings = with_removal_costs(findings, codes, heads, importance, states, provenance)
     remedies = [finding.remedy and unless_done(finding.remedy, provenance) for finding in findings]
     findings = [
         finding.model_copy(update={"remedy": remedy})
@@ -316,46 +315,6 @@ def identity(head: HeadRecord) -> Iterator[Finding]:
     if _is_judged(head) and head.identity_distance < IDENTITY_DISTANCE:
         words = "Every token keeps to itself: the head mixes nothing."
         yield _structure("IDENTITY", head, words, severity="info")
-
-
-@rule(
-    "DUPLICATE_HEADS", about="group", names="duplicate heads", decided_by="heads", worse="higher",
-    shown_by="nearest_head_distance", with_costs=True,
-)  # fmt: skip
-def duplicate_heads(measured: Measured) -> Iterator[Finding]:
-    """Find groups of attention heads with nearly the same matrix, by joining heads to their nearest heads.
-
-    Heads with findings of their own, such as SINK, are not joined, nor are channels of state-space mixers.
-    """
-    for mixer in measured.mixers:
-        by_number: dict[int | None, HeadRecord] = {
-            head.head: head for head in mixer if not mixer_kind(head.kind).state_space
-        }
-        finds = [rule.find for rule in FINDING_RULES.values() if rule.about == "head"]
-        explained = {head.head for head in mixer for find in finds for _ in find(head)}
-        groups: dict[int, set[int]] = {}
-        distances: dict[int, float] = {}
-        for head in by_number.values():
-            other = by_number.get(head.nearest_head)
-            near = head.nearest_head_distance < DUPLICATE_DISTANCE and _tokens(head) >= MIN_TOKENS
-            if near and other is not None and not {head.head, other.head} <= explained:
-                joined = groups.get(head.head, {head.head}) | groups.get(other.head, {other.head})
-                groups.update(dict.fromkeys(joined, joined))
-                distances[head.head] = head.nearest_head_distance
-        for group in {min(group): sorted(group) for _, group in sorted(groups.items())}.values():
-            alike = [by_number[number] for number in group]
-            evidence = {
-                "heads": len(group),
-                "nearest_head_distance": max(distances.get(number, 0) for number in group),
-            }
-            words = f"Heads {', '.join(map(str, group[:-1]))} and {group[-1]} mix the same way."
-            weights = "query and key weights" if mixer[0].kind in ("softmax", "linear") else "weights"
-            others = f"head{'s' * (len(group) > 2)} {', '.join(map(str, group[1:]))}"
-            remedy = Remedy(
-                words=f"give {others} the {weights} of head {group[0]}, and compare the loss",
-                no_action="equal heads are not a fault, and joining them saves nothing",
-            )
-            yield _finding("DUPLICATE_HEADS", alike[0], evidence, words, heads=alike, remedy=remedy)
 
 
 @rule("OVERSIZED_HEADS", about="mixer", decided_by="heads", worse="neither", shown_by="required_head_dim")

@@ -7,9 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, overload
 
-from rankwise._internals import report_package
-from rankwise._internals.files import folder_name, write_file
-from rankwise.auditing.comparison import COST, Comparison, LayerKey, compare_two, cost_origin, layer_means
+from rankwise._internals.files import WithPage, folder_name, write_file
+from rankwise.auditing.comparison import Comparison, LayerKey, compare_two, layer_means, not_compared
 from rankwise.auditing.result import LOAD, Audit
 from rankwise.auditing.tables import Row, csv_text, data_frame, table
 from rankwise.errors import InputError
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-class History:
+class History(WithPage):
     """Audits by training step, sorted by step.
 
     A training loop adds audits with ``history.add(step, rw.audit(model, batches))``. `save` writes a folder
@@ -111,50 +110,21 @@ class History:
     def curves(self) -> dict[LayerKey, list[tuple[float, float]]]:
         """Return each measure of each layer over the steps, with its standard deviation over sequences.
 
-        A curve has a pair per step; NaN if an audit does not have the layer. If audits have costs of removal
-        by several losses or methods, each kind of cost has separate curves, named ``"removal_cost of KIND"``.
+        A curve has a pair per step; NaN if an audit does not have the layer. Measures that `warnings` name
+        are left out.
         """
-        means = [layer_means(audit) for audit in self.audits]
-        quantities = self._cost_quantities()
-        if len(set(filter(None, quantities))) > 1:
-            for number, quantity in enumerate(quantities):
-                name = {COST: f"{COST} of {quantity}"}
-                renamed = {
-                    key: key._replace(measure=name.get(key.measure, key.measure)) for key in means[number]
-                }
-                means[number] = {renamed[key]: pair for key, pair in means[number].items()}
-        keys = dict.fromkeys(key for of_audit in means for key in of_audit)
+        means, left_out = [layer_means(audit) for audit in self.audits], not_compared(self.audits)
+        keys = dict.fromkeys(key for of_audit in means for key in of_audit if key.measure not in left_out)
         missing = (float("nan"), float("nan"))
         return {key: [of_audit.get(key, missing) for of_audit in means] for key in keys}
 
     @property
     def warnings(self) -> list[str]:
         """Sentences on numbers of the audits that are not comparable."""
-        sentences: list[str] = []
-        quantities = list(dict.fromkeys(filter(None, self._cost_quantities())))
-        if len(quantities) > 1:
-            number, listed = len(quantities), "; ".join(quantities)
-            sentences.append(f"Costs of removal are {number} quantities, which no curve connects: {listed}.")
-        elif sum(math.isfinite(audit.loss) for audit in self.audits) > 1 and not self.best:
+        sentences = list(dict.fromkeys(not_compared(self.audits).values()))
+        if sum(math.isfinite(audit.loss) for audit in self.audits) > 1 and not self.best:
             sentences.append("Losses do not compare: their kind or the data differ.")
-        for what, has in (
-            ("importance", cost_origin),
-            ("an audit at initialization", lambda audit: audit.at_init),
-        ):
-            some = [name for name, audit in self._entries.values() if has(audit)]
-            if 0 < len(some) < len(self):
-                more = f" and {len(some) - 3} more" if len(some) > 3 else ""
-                sentences.append(f"Only in {', '.join(some[:3])}{more}: {what}.")
         return sentences
-
-    def _cost_quantities(self) -> list[str]:
-        """Return loss, unit, method and ablation of costs of removal, as a text per audit; "" without."""
-        return [
-            f"{importance.quantity}, {origin}, {importance.ablation} in a head's place"
-            if (importance := audit.importance) is not None and (origin := cost_origin(audit))
-            else ""
-            for audit in self.audits
-        ]
 
     def to_frame(self) -> "pd.DataFrame":
         """Return the heads of all audits as a pandas frame; step and name precede the columns of an audit.
@@ -207,15 +177,6 @@ class History:
             fix = "Write one: `rankwise audit run/checkpoint-* --text FILE --out DIR`."
             raise InputError(f"history {folder}", expected=expected, got="none", fix=fix)
         return cls.of(list(complete.values()), list(complete))
-
-    def to_html(self, path: str | Path) -> Path:
-        """Write an HTML page: curves over the steps, changes of findings, last audit compared with the first.
-
-        In a folder, the file is ``index.html``. Return its path; raise `InputError` if writing fails.
-        """
-        report = report_package()
-        written: Path = report.write_page(report.document_of(self), Path(path))
-        return written
 
     def __repr__(self) -> str:
         if not self._entries:

@@ -1,7 +1,7 @@
 """Add costs of removing heads to findings, and describe these costs as text; imports no torch."""
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from operator import attrgetter
 
 from rankwise._internals.records import Address, format_number, grouped
@@ -19,54 +19,47 @@ TOLERANCE = 0.01
 
 def with_removal_costs(
     findings: Sequence[Finding],
-    about: Mapping[str, str],
+    codes: Collection[str],
     heads: Sequence[HeadRecord],
     importance: ImportanceRecord,
     states: Sequence[StateRecord] = (),
     provenance: Provenance | None = None,
 ) -> list[Finding]:
-    """Add known costs of removal to findings; ``about`` maps each code that states costs to its subject."""
+    """Add the known cost of removing the head to findings with these codes."""
     costs, extended = {head.id: head.importance for head in heads}, []
     mixers = grouped(heads, lambda head: head.id.at(None))
     for finding in findings:
-        numbers: Sequence[int | None] = finding.heads or [finding.where.head]
-        concerned = [costs.get(finding.where.at(number)) for number in numbers if finding.code in about]
-        complete = [cost for cost in concerned if cost is not None and not math.isnan(cost.cost)]
-        if complete and len(complete) == len(numbers):
-            mixer = mixers.get(finding.where.at(None), [])
+        cost = costs.get(finding.where) if finding.code in codes else None
+        if cost is not None and not math.isnan(cost.cost):
+            mixer = mixers[finding.where.at(None)]
             saved = saved_share([finding.where], mixer, states, provenance) if provenance else math.nan
-            finding = _with_removal_cost(finding, about[finding.code], complete, importance, saved)
+            finding = _with_removal_cost(finding, cost, importance, saved)
         extended.append(finding)
     return extended
 
 
 def _with_removal_cost(
-    finding: Finding, about: str, costs: Sequence[HeadImportance], importance: ImportanceRecord, saved: float
+    finding: Finding, head: HeadImportance, importance: ImportanceRecord, saved: float
 ) -> Finding:
-    low, high = min(head.cost for head in costs), max(head.cost for head in costs)
-    alone, exact = len(costs) == 1, all(head.method == "exact" for head in costs)
     tolerance = TOLERANCE if importance.removable is None else importance.removable.tolerance
-    within = importance.share(high) <= tolerance
-    shares = _percent(importance, low) if alone else _percent(importance, low, high)
+    percent, share, exact = (
+        _percent(importance, head.cost),
+        importance.share(head.cost),
+        head.method == "exact",
+    )
     if exact:
-        change = f"{_change(importance, low)}, " if about == "head" else ""
-        words = f"Without {'it' if alone else 'one of them'} the loss changes by {shares} ({change}exact)"
-        words += ": any one of them can be removed" if about == "group" and within else ""
+        words = f"Without it the loss changes by {percent} ({_change(importance, head.cost)}, exact)"
     else:
-        each = "" if alone else " each"
-        words = f"The estimated cost of removal is {shares}{each}; such estimates {CAUTION}"
-    remedy, share = finding.remedy, importance.share(low)
-    if about == "head" and math.isnan(share):
+        words = f"The estimated cost of removal is {percent}; such estimates {CAUTION}"
+    if math.isnan(share):
         remedy = Remedy(no_action=f"{importance.reference_name}, which costs are compared with, is 0")
-    elif about == "head" and not exact:
+    elif not exact:
         remedy = EXACTLY
-    elif about == "head":
-        needed = Remedy(no_action="the model needs this head", costs=share)
-        remedy = removal_remedy(saved, share, tolerance) if within else needed
-    numbers = {"removal_cost": low}
-    if about != "head":
-        numbers = {"least_removal_cost": low, "most_removal_cost": high}
-    meaning, evidence = f"{finding.meaning} {words}.", finding.evidence | numbers
+    elif share <= tolerance:
+        remedy = removal_remedy(saved, share, tolerance)
+    else:
+        remedy = Remedy(no_action="the model needs this head", costs=share)
+    meaning, evidence = f"{finding.meaning} {words}.", finding.evidence | {"removal_cost": head.cost}
     return finding.model_copy(update={"meaning": meaning, "evidence": evidence, "remedy": remedy})
 
 
@@ -142,31 +135,6 @@ def by_key_head(heads: Iterable[HeadRecord]) -> Collection[list[HeadRecord]]:
     return grouped(heads, lambda head: (head.id.at(None), head.head // head.heads_per_group)).values()
 
 
-def cheapest_words(
-    importance: ImportanceRecord,
-    heads: Sequence[HeadRecord],
-    states: Sequence[StateRecord],
-    about: Provenance,
-) -> str:
-    """Return a sentence on the head whose removal costs least; an empty string if no cost is known."""
-    costs = [(head.importance.cost, head) for head in heads if head.importance]
-    costs = [(cost, head) for cost, head in costs if math.isfinite(cost)]
-    if not costs:
-        return ""
-    cost, head = min(costs, key=lambda pair: pair[0])
-    estimated = "" if head.importance and head.importance.method == "exact" else "an estimated "
-    saved, share = saved_share([head.id], heads, states, about), importance.share(cost)
-    effect = f"costs {estimated}{_percent(importance, cost)}"
-    if importance.reference_name == "the loss" and math.isfinite(share):
-        digits = 2 if abs(share) < 0.1 else 1
-        effect = f"{'lowers' if cost < 0 else 'raises'} the loss by {estimated}{abs(share):.{digits}%}"
-    elif not _of(importance) and math.isfinite(share):
-        effect += f" of {importance.reference_name}"
-    gain = "" if math.isnan(saved) else f" and saves at most {saved:.1%} of the parameters"
-    where = f"layer {head.layer}, head {head.head}"
-    return f"No action recommended: removing the cheapest head ({where}) {effect}{gain}."
-
-
 def whole_words(importance: ImportanceRecord) -> str:
     """Describe the loss of the unchanged model; if it is 0, the reference with which costs are compared."""
     if importance.value:
@@ -181,13 +149,12 @@ def _of(importance: ImportanceRecord) -> str:
     return f" of {importance.reference_name}" if importance.reference_name == ENTROPY else ""
 
 
-def _percent(importance: ImportanceRecord, *costs: float) -> str:
-    """Return costs as shares with the same number of decimals; in the loss's unit if the reference is 0."""
-    shares = [importance.share(cost) for cost in costs]
-    if any(map(math.isnan, shares)):
-        return " to ".join(f"{cost:+.2g}" for cost in costs) + f" {importance.unit}"
-    digits = 2 if max(map(abs, shares)) < 0.1 else 1
-    return " to ".join(f"{share:+.{digits}%}" for share in shares) + _of(importance)
+def _percent(importance: ImportanceRecord, cost: float) -> str:
+    """Return a cost as a share; in the loss's unit if the reference is 0."""
+    share = importance.share(cost)
+    if math.isnan(share):
+        return f"{cost:+.2g} {importance.unit}"
+    return f"{share:+.{2 if abs(share) < 0.1 else 1}%}" + _of(importance)
 
 
 def _change(importance: ImportanceRecord, cost: float) -> str:

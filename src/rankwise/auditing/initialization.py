@@ -4,6 +4,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -84,29 +85,20 @@ class AtInitSettings:
     build: Callable[[int], nn.Module] | None = None
 
 
-class InitialCopies:
-    """Copies of a model at initialization, at most one in memory; the constructor builds the first copy."""
+def initial_copies(model: nn.Module, settings: AtInitSettings) -> Iterator[tuple[int, nn.Module]]:
+    """Yield pairs (seed, copy at initialization), without keeping a reference to the copy."""
+    model, build = original_of(model), settings.build
+    for seed in range(settings.seeds):
+        yield seed, reinitialized(model, seed, None if build is None else partial(build, seed))
 
-    def __init__(self, model: nn.Module, settings: AtInitSettings) -> None:
-        self.model, self.settings = original_of(model), settings
-        drawn = "by the methods of its modules that draw weights"
-        self.built = "from its configuration" if _is_transformers(self.model) else drawn
-        self.built = self.built if settings.build is None else "by the function given"
-        self._first: nn.Module | None = self._copy(0)
 
-    def __len__(self) -> int:
-        return self.settings.seeds
-
-    def __iter__(self) -> Iterator[tuple[int, nn.Module]]:
-        """Yield pairs (seed, copy), without keeping a reference to the copy."""
-        for seed in range(self.settings.seeds):
-            first, self._first = self._first, None
-            yield seed, self._copy(seed) if first is None else first
-            del first
-
-    def _copy(self, seed: int) -> nn.Module:
-        build = self.settings.build
-        return reinitialized(self.model, seed, None if build is None else lambda: build(seed))
+def built_words(model: nn.Module, settings: AtInitSettings) -> str:
+    """Return in words how `initial_copies` builds copies."""
+    if settings.build is not None:
+        return "by the function given"
+    if _is_transformers(original_of(model)):
+        return "from its configuration"
+    return "by the methods of its modules that draw weights"
 
 
 def _check_floating_point(model: nn.Module) -> None:
@@ -195,17 +187,10 @@ def _check_same_weights(model: nn.Module, initial: Any) -> None:
     new = {name: tuple(parameter.shape) for name, parameter in initial.named_parameters()}
     if old == new:
         return
-    modules = dict(model.named_modules())
-    for name in new:
-        path, _, weight = name.rpartition(".")
-        if name not in old and path in modules and callable(getattr(modules[path], weight, None)):
-            got = f"quantized layers, such as {path!r}, which unpack their weights by a method"
-            fix = "Audit the model before it is quantized, when its weights are parameters."
-            raise _failed(model, "floating-point weights", got, fix)
     name = next(name for name in {**old, **new} if old.get(name) != new.get(name))
     expected = f"{name!r} of shape {old[name]}" if name in old else f"no weight {name!r}"
     got = f"shape {new[name]}" if name in new else "none of that name"
-    fix = "λ-skips, adapters and other changes to a model are not in its configuration."
+    fix = "λ-skips, adapters, quantization and other changes to a model are not in its configuration."
     raise _failed(model, expected, got, f"{fix} {BY_HAND}")
 
 

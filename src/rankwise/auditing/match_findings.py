@@ -62,8 +62,6 @@ def finding_changes(before: "Audit", after: "Audit") -> list[FindingChange]:
     changes = []
     for new in after.findings:
         same = unmatched[theirs.subject(new)]
-        if about(new.code) == "group":
-            same = [old for old in same if old.heads == new.heads or len({*old.heads} & {*new.heads}) > 1]
         old = next(iter(same), None)
         if old is not None:
             unmatched[theirs.subject(new)].remove(old)
@@ -105,7 +103,7 @@ class _Records:
         """Return the key by which findings match: code and subject, such as a head or a stack."""
         where = finding.where
         subjects: dict[str, Hashable] = {
-            "model": None, "stack": where.stack, "mixer": where.at(None), "group": where.at(None),
+            "model": None, "stack": where.stack, "mixer": where.at(None),
             "modules": self._modules.get(where.site, where),
         }  # fmt: skip
         return finding.code, subjects.get(about(finding.code), where)

@@ -20,7 +20,7 @@ from rankwise.auditing.measure_table import HEAD_MEASURES, STATE_MEASURES, mixer
 from rankwise.auditing.provenance import PROBES, SEED, STEPS
 from rankwise.auditing.reference_ranks import Mask, masks_of, reference_ranks
 from rankwise.auditing.settings import RankMethod
-from rankwise.auditing.statistics import COUNTS, ERRORS, MEANS, RANKS, HeadStatistics, StateStatistics
+from rankwise.auditing.statistics import ERRORS, MEANS, RANKS, HeadStatistics, StateStatistics
 from rankwise.operators import MixingOperator
 from rankwise.tracing import CapturedMixer, CapturedState
 
@@ -49,8 +49,8 @@ class HeadBatch:
     """Values of the fields in `MEANS` and `RANKS`, shape (B, H) each."""
     stderr: dict[str, Floats]
     """Standard errors of the measures in `ERRORS`, shape (B, H) each."""
-    counted: dict[str, Floats]
-    """1 or 0: whether a sequence counts in a field of `COUNTS`, shape (B, H) each."""
+    estimated: Floats
+    """1 if the ranks of a sequence are estimated, else 0; shape (B, H)."""
     distances: Floats
     """Distances between the heads of a sequence, shape (B, H, H)."""
     masks: list[list[Mask]]
@@ -113,9 +113,8 @@ def measure_heads(
         moments.add(
             np.where(nonfinite, np.nan, by_sequence(sequences.stderr[name] for sequences in measured))
         )
-    for name in ("estimated_sequences", "svd_sequences"):
-        values = np.where(nonfinite, np.nan, by_sequence(sequences.counted[name] for sequences in measured))
-        setattr(statistics, name, np.nansum(values, axis=0))
+    estimated = np.where(nonfinite, np.nan, by_sequence(sequences.estimated for sequences in measured))
+    statistics.estimated_sequences = np.nansum(estimated, axis=0)
     statistics.distances.add(by_sequence(sequences.distances for sequences in measured))
     if isinstance(site.operator, operators.SoftmaxMixing):
         sums = measures.logit_moments(site.operator, site.valid_tokens, site.valid_sources).sum_sequences()
@@ -126,7 +125,10 @@ def measure_heads(
     _add_examples(statistics, measured, image_size(batch))
     if names is not None:
         peaks = [columns for sequences in measured for columns in sequences.peaks]
-        statistics.examples.add_names(names.peaks(site, batch, peaks))
+        for sequence in names.peaks(site, batch, peaks):
+            for example, called in zip(statistics.examples, sequence, strict=True):
+                example.named += bool(called)
+                example.names.update(called)
     return statistics
 
 
@@ -147,15 +149,16 @@ def _over_windows(values: Floats, real: NDArray[np.bool_], *, complete: bool) ->
 def _add_examples(
     statistics: HeadStatistics, batches: list[HeadBatch], image: tuple[int, int] | None
 ) -> None:
-    examples = statistics.examples
     for batch in batches:
-        for tokens, masks in zip(batch.measures["tokens"].tolist(), batch.masks, strict=False):
-            examples.see_lengths(tokens, [mask.name for mask in masks])
-        for spectra in batch.spectra:
-            examples.spectra = [old or new for old, new in zip(examples.spectra, spectra, strict=True)]
-        for maps in batch.memberships:
-            examples.memberships = [old or new for old, new in zip(examples.memberships, maps, strict=True)]
-    examples.grids = [patch_grid(len(shares), image) if shares else None for shares in examples.memberships]
+        lengths = batch.measures["tokens"].tolist()
+        for index, example in enumerate(statistics.examples):
+            for tokens, masks in zip(lengths, batch.masks, strict=False):
+                example.see_length(tokens[index], masks[index].name)
+            for spectra in batch.spectra:
+                example.spectrum = example.spectrum or spectra[index]
+            for memberships in batch.memberships:
+                example.membership = example.membership or memberships[index]
+            example.grid = patch_grid(len(example.membership), image) if example.membership else None
 
 
 def _batches(site: CapturedMixer, delta: float, method: RankMethod) -> Iterator[HeadBatch]:
@@ -193,31 +196,30 @@ def _measure(
     sequences, heads, tokens, sources = operator.shape
     estimated = is_estimated(operator, method)
     spectra: list[list[list[float]]] = []
-    used_svd: Tensor | float = 0.0
     formed = operator
     if estimated:
-        ranks = measures.estimate_spectrum(operator, PROBES, STEPS, SEED).estimates([delta])
+        spectrum = measures.estimate_spectrum(operator, PROBES, STEPS, SEED)
+        estimates = {
+            "numerical_rank": spectrum.count(delta),
+            "scale_free_rank": spectrum.relative_count(delta),
+            "effective_rank": spectrum.effective_rank,
+            "stable_rank": spectrum.stable_rank,
+            "sigma_max": spectrum.sigma_max,
+        }
     else:
         formed, summary = _decomposed(operator, delta)
-        ranks, used_svd = summary.estimates([delta]), summary.used_svd
+        estimates = {name: _exactly(getattr(summary, name)) for name in ERRORS}
         sigma = summary.singular_values
-        kept = torch.linspace(0, sigma.shape[-1] - 1, min(SPECTRUM_POINTS, sigma.shape[-1])).round().long()
+        count = sigma.shape[-1]
+        kept = torch.linspace(0, count - 1, min(SPECTRUM_POINTS, count), dtype=torch.float32).round().long()
         spectra = _rounded(sigma[:1, :, kept.to(sigma.device)])
-    (numerical,) = ranks.numerical
-    estimates = {
-        "numerical_rank": numerical,
-        "scale_free_rank": ranks.relative,
-        "effective_rank": ranks.effective,
-        "stable_rank": ranks.stable,
-        "sigma_max": ranks.sigma_max,
-    }
     membership, rate, memberships = _memberships(site, index)
     masks = masks_of(operator)
     values = measures.compute_measures({*FUNCTIONS.values(), "head_distance", "max_token_index"}, formed)
     fields: dict[str, Any] = {
         "tokens": tokens, "sources": sources, "full_rank": min(tokens, sources),
-        "rank_low": numerical.low, "rank_high": numerical.high, "membership": membership,
-        "variational_rate": rate,
+        "rank_low": estimates["numerical_rank"].low, "rank_high": estimates["numerical_rank"].high,
+        "membership": membership, "variational_rate": rate,
         **{name: estimate.value for name, estimate in estimates.items()},
         **{name: values[function] for name, function in FUNCTIONS.items()},
     }  # fmt: skip
@@ -232,12 +234,18 @@ def _measure(
     return HeadBatch(
         measures={name: full(fields.get(name, math.nan)) for name in (*MEANS, *RANKS)},
         stderr={name: full(estimate.stderr) for name, estimate in estimates.items()},
-        counted={"estimated_sequences": full(estimated), "svd_sequences": full(used_svd)},
+        estimated=full(estimated),
         distances=values["head_distance"].cpu().numpy(),
         masks=masks,
         spectra=spectra,
         memberships=memberships,
         peaks=values["max_token_index"].tolist(),
+    )
+
+
+def _exactly(value: Tensor) -> measures.Estimate:
+    return measures.Estimate(
+        value, value.new_zeros(value.shape).masked_fill(value.isnan(), math.nan), value, value
     )
 
 
@@ -247,7 +255,7 @@ def _decomposed(operator: MixingOperator, delta: float) -> tuple[MixingOperator,
     if together >= math.prod(operator.shape[:2]):
         operator, together = operators.DenseMixing(_formed(operator)), operator.shape[1]
     parts = [
-        measures.rank_summary(operator[:, start : start + max(1, together)], delta, relative=True)
+        measures.rank_summary(operator[:, start : start + max(1, together)], delta)
         for start in range(0, operator.shape[1], max(1, together))
     ]
     return operator, measures.RankSummary(
@@ -294,7 +302,7 @@ def _without_tokens(heads: int) -> HeadBatch:
     unknown = np.full((1, heads), np.nan)
     return HeadBatch(
         measures=dict.fromkeys((*MEANS, *RANKS), unknown), stderr=dict.fromkeys(ERRORS, unknown),
-        counted=dict.fromkeys(COUNTS, unknown), distances=np.full((1, heads, heads), np.nan),
+        estimated=unknown, distances=np.full((1, heads, heads), np.nan),
         masks=[], spectra=[], memberships=[], peaks=[[-1] * heads],
     )  # fmt: skip
 

@@ -1,20 +1,21 @@
-"""Provenance of an audit: model, weights, data and versions; merging the provenance of two audits."""
+"""Provenance of an audit: model, weights, data and versions; merging the provenance of audits."""
 
 import hashlib
 import json
 import platform
 import shlex
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
 from rankwise._internals.records import grouped
 from rankwise._internals.statistics import DELTA
-from rankwise.auditing.records import HeadRecord, Provenance, UncapturedModule
+from rankwise.auditing.records import HeadRecord, Provenance
 from rankwise.errors import InputError, RecordError, did_you_mean
 
 if TYPE_CHECKING:
@@ -30,16 +31,13 @@ DIGITS = 16
 """Number of hexadecimal digits of a digest."""
 PROBES, STEPS, SEED = 16, 64, 0
 """Number of random vectors, number of Lanczos steps, and random seed of rank estimates."""
-SAME = ("model", "model_class", "revision", "parameters", "delta", "model_dtype", "measure_dtype")
+SAME = ("model", "model_class", "revision", "parameters", "delta", "model_dtype", "weights_digest")
 """Fields of `Provenance` that must be equal in audits to be merged."""
-JOINED = {"data": "; ", "command": " ; ", "device": ", "}
-"""Separator by field, for text fields that are joined when audits are merged."""
-LATEST = ("rank_method_asked", "created", "weights_digest")
-SUMS = ("batches", "sequences", "merged_audits", "seconds")
-SAME_MODEL = "Merge audits of the same model and settings only, each of other sequences."
-SAME_WEIGHTS = (
-    "Merge audits of the same weights only. If some are in no checkpoint and drawn at each start, set a seed "
-    'before the model is built; if no head reads them, `rw.audit(…, provenance={"weights_digest": ""})`.'
+LISTS, SUMS = ("notes", "random_weights"), ("batches", "sequences", "seconds")
+"""Fields of `Provenance` that are joined and added when audits are merged."""
+MERGED = (
+    "merged audits have no required widths, no removable heads and no measures at initialization, which need "
+    "all sequences at once, and no importance unless all of them have it"
 )
 
 
@@ -163,69 +161,31 @@ def describe_method(heads: Sequence[HeadRecord]) -> str:
     return mixed if 0 < estimated < sequences else how
 
 
-def check_mergeable(abouts: Sequence[Provenance], names: Sequence[str]) -> None:
+def check_mergeable(abouts: Sequence[Provenance]) -> None:
     """Raise `RecordError` if audits differ in model or settings, or if two audits have the same data."""
+
+    def refused(expected: str, got: str) -> RecordError:
+        fix = "Merge audits of one model, equal weights and settings, each of other sequences, each once."
+        return RecordError("audits to merge", expected=expected, got=got, fix=fix)
+
     for field in SAME:
-        check_same(field, [getattr(about, field) for about in abouts])
-    check_same("weights", [about.weights_digest for about in abouts if about.weights_digest], SAME_WEIGHTS)
-    check_same("rank_method_asked", [about.rank_method_asked for about in abouts if about.rank_method_asked])
-    estimates = (about.rank_method.partition("estimated with")[2].strip() for about in abouts)
-    check_same("method of estimates", [estimate for estimate in estimates if estimate])
-    holder: dict[str, int] = {}
-    for number, about in enumerate(abouts):
-        for digest in about.data_digests:
-            other = holder.setdefault(digest, number)
-            if other != number:
-                got = f"the same in {names[other]} and {names[number]}"
-                fix = "Leave one of them out, or merge the original audits, each once."
-                expected = "each sequence in one of them"
-                raise RecordError("audits to merge", expected=expected, got=got, fix=fix)
+        values = list(dict.fromkeys(getattr(about, field) for about in abouts))
+        if len(values) > 1:
+            raise refused(f"the same {field} in all of them", " and ".join(map(repr, values[:2])))
+    pairs = [(digest, number) for number, about in enumerate(abouts, 1) for digest in about.data_digests]
+    for numbers in grouped(pairs, lambda pair: pair[0]).values():
+        if len(numbers) > 1:
+            listed = " and ".join(str(number) for _, number in numbers)
+            raise refused("each sequence in one of them", f"the same data in audits {listed}")
 
 
-def check_same(
-    field: str, values: Sequence[object], fix: str = SAME_MODEL, subject: str = "audits to merge"
-) -> None:
-    """Raise `RecordError` if the values of a field differ between audits."""
-    different = list(dict.fromkeys(values))
-    if len(different) > 1:
-        got = " and ".join(map(repr, different[:2]))
-        raise RecordError(subject, expected=f"the same {field} in all of them", got=got, fix=fix)
-
-
-def joined(first: Provenance, second: Provenance) -> Provenance:
-    """Return the merged provenance of two audits: counts are added, texts joined, notes collected."""
-    both = (first, second)
-    libraries = _distinct(name for about in both for name in about.versions)
-    versions = {name: _joined([about.versions.get(name, "") for about in both], ", ") for name in libraries}
+def merged_provenance(abouts: Sequence[Provenance]) -> Provenance:
+    """Return the provenance of merged audits: counts are added, notes and data joined."""
     fields: dict[str, Any] = {
-        "skips_examined": False, "file_digests": {}, "versions": versions,
-        "data_digests": sorted(digest for about in both for digest in about.data_digests),
-    }  # fmt: skip
-    for name in ("notes", "random_weights"):
-        fields[name] = list(dict.fromkeys(item for about in both for item in getattr(about, name)))
-    fields |= {name: max(getattr(about, name) for about in both) for name in LATEST}
-    fields |= {name: sum(getattr(about, name) for about in both) for name in SUMS}
-    fields |= {name: _joined([getattr(about, name) for about in both], by) for name, by in JOINED.items()}
-    return first.model_copy(update=fields)
-
-
-def joined_uncaptured(
-    first: Sequence[UncapturedModule], second: Sequence[UncapturedModule]
-) -> list[UncapturedModule]:
-    """Return modules that at least one audit called and failed to capture, or that neither audit called."""
-    both = {module.name for module in first} & {module.name for module in second}
-    kept = []
-    for name, modules in grouped((*first, *second), lambda module: module.name).items():
-        called = [module for module in modules if not module.reason.startswith("never called")]
-        if called or name in both:
-            kept.append(min(called or modules, key=lambda module: module.reason))
-    return kept
-
-
-def _joined(texts: Sequence[str], by: str) -> str:
-    """Join the distinct parts of texts; texts of merged audits already consist of parts joined by ``by``."""
-    return by.join(_distinct(text_part for text in texts for text_part in text.split(by)))
-
-
-def _distinct(values: Iterable[str]) -> list[str]:
-    return sorted({value for value in values if value})
+        name: list(dict.fromkeys(chain(*(getattr(about, name) for about in abouts)))) for name in LISTS
+    }
+    fields |= {name: sum(getattr(about, name) for about in abouts) for name in SUMS}
+    fields["notes"] = list(dict.fromkeys([*fields["notes"], MERGED]))
+    fields["data_digests"] = sorted(chain(*(about.data_digests for about in abouts)))
+    fields["data"] = "; ".join(sorted({text for about in abouts for text in about.data.split("; ")}))
+    return abouts[0].model_copy(update=fields | {"skips_examined": False, "file_digests": {}})

@@ -28,6 +28,7 @@ SEVERITIES: dict[Severity, tuple[str, str]] = {
 }
 """Severities of findings, the most severe first, with their names in singular and plural."""
 SEVERITY_ORDER = {severity: order for order, severity in enumerate(SEVERITIES)}
+MaskName = Literal["full", "causal", "window", "other"]
 PEAK_MASS = 0.5
 """Smallest mean attention weight at which a token is named as the peak: no other token has more weight. If
 each row attends to the previous token, the largest mean weight is only about 1/S."""
@@ -44,8 +45,6 @@ class AtInit(Record):
     """Mean of each measure over sequences and then over seeds, by name of the measure."""
     seed_std: dict[str, Number]
     """Standard deviation of each measure over seeds; NaN for one seed."""
-    std: dict[str, Number]
-    """Standard deviation of each measure over sequences, averaged over seeds."""
     spectrum: list[Number] = Field(default_factory=list)
     """For heads: singular values of the first sequence, averaged over seeds; see `HeadRecord.spectrum`."""
 
@@ -126,13 +125,14 @@ class MergeData(Record):
     longest: Count = 0
     """Number of tokens of the longest sequence, from which the head's mask is taken."""
     distances: list[Number] = Field(default_factory=list)
-    """Mean distance from this head to each head of the mixer, in head order; NaN for the head itself."""
+    """Mean distance from this head to each head of the mixer, in head order; NaN for the head itself. Empty
+    if no distance is known."""
     pairs: list[Count] = Field(default_factory=list)
     """Number of sequences averaged in each distance."""
     named: Count = 0
     """Number of sequences in which the most attended token has a name."""
-    names: list[dict[str, Count]] = Field(default_factory=list)
-    """Number of sequences by token name, for each kind of name: the 16 most frequent names."""
+    names: dict[str, Count] = Field(default_factory=dict)
+    """Number of sequences by name of the most attended token: the most frequent names."""
 
 
 class HeadOrigin(Record):
@@ -148,7 +148,7 @@ class HeadOrigin(Record):
     """Index of the call of the module within its layer, from 0."""
     head: Count
     kind: str
-    mask: Literal["full", "causal", "window", "other"]
+    mask: MaskName
     """Columns to which rows may attend; reference ranks are computed under the same mask."""
     cross: bool = False
     sequences: Count
@@ -157,8 +157,6 @@ class HeadOrigin(Record):
     """Number of sequences whose operator contains NaN or infinity; they are excluded from all means."""
     estimated_sequences: Count = 0
     """Number of sequences whose ranks were estimated without forming the matrix; the others are exact."""
-    svd_sequences: Count = 0
-    """Number of sequences whose exact rank required an SVD, because a singular value is very close to δ."""
     tokens: Size
     """Number of rows T without padding, mean over sequences."""
     sources: Size
@@ -218,8 +216,6 @@ class HeadRecord(HeadMeasures, HeadOrigin):
     """Number of sequences in which ``max_token`` names the token with the largest weight."""
     attention_map: AttentionMap | None = None
     """Attention map of the first sequence; None if it was not requested."""
-    second_attention_map: AttentionMap | None = None
-    """Attention map of the second sequence; None if there is no second sequence."""
     spectrum: list[Number] = Field(default_factory=list)
     """At most 64 singular values of the first sequence, evenly spaced by index; empty for estimated ranks."""
     importance: HeadImportance | None = None
@@ -235,13 +231,6 @@ class HeadRecord(HeadMeasures, HeadOrigin):
             f"HeadRecord({self.site!r}, layer {self.layer}, head {self.head}: {kind}, {ranks}, "
             f"effective {format_number(self.effective_rank)}, stable {format_number(self.stable_rank)})"
         )
-
-    @model_validator(mode="after")
-    def _grid_holds_the_map(self) -> "HeadRecord":
-        grid = self.membership_grid
-        if grid is not None and grid[0] * grid[1] != len(self.membership_map):
-            raise ValueError(f"membership_grid {grid} should hold {len(self.membership_map)} tokens")
-        return self
 
     @property
     def named_peak(self) -> str:
@@ -355,7 +344,7 @@ class Verdict(Record):
     actions: tuple[str, ...] = ()
     """Remedies of at most three findings, most urgent first, with commands in backticks."""
     no_action: str = ""
-    """Without actions: what the cheapest removal of a head would bring; empty if no cost was measured."""
+    """Reason why no action is recommended; empty if the sentence says it."""
 
 
 class Provenance(Record):
@@ -368,15 +357,10 @@ class Provenance(Record):
     data: str = ""
     delta: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     model_dtype: str = ""
-    measure_dtype: str = "float64"
     rank_method: str = "exact"
-    rank_method_asked: str = ""
-    """Requested method of computing ranks: ``exact``, ``estimate`` or ``auto``."""
     device: str = ""
     batches: Count = 0
     sequences: Count = 0
-    merged_audits: Annotated[int, Field(ge=1)] = 1
-    """Number of audits that were merged into this audit; 1 if none were merged."""
     data_digests: list[str] = Field(default_factory=list)
     """Digest of the data of this audit, or of each audit that was merged into it."""
     weights_digest: str = ""

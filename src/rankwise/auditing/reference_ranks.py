@@ -2,16 +2,15 @@
 
 import math
 from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
 
+from rankwise.auditing.records import MaskName
 from rankwise.operators import IndexedMixing, MixingOperator, SoftmaxMixing
 from rankwise.theory import random_head_rank, rank_barrier_of_rows, uniform_rank
-
-MaskName = Literal["full", "causal", "window", "other"]
 
 BLOCK_ENTRIES = 2**22
 """Number of mask entries in memory at once: 4 MiB as bool."""

@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from rankwise._internals import report_package
-from rankwise._internals.files import write_file
+from rankwise._internals.files import SavedRecord, write_file
 from rankwise._internals.records import Address
-from rankwise._internals.saved_records import SavedRecord
-from rankwise.auditing.at_init import heads_at_init, states_at_init
 from rankwise.auditing.findings import diagnose
-from rankwise.auditing.provenance import check_mergeable, check_same, describe_method
+from rankwise.auditing.provenance import check_mergeable, describe_method, merged_provenance
 from rankwise.auditing.records import (
     SCHEMA_VERSION,
     Finding,
@@ -25,7 +23,7 @@ from rankwise.auditing.records import (
     UncapturedModule,
     Verdict,
 )
-from rankwise.auditing.statistics import AuditStatistics
+from rankwise.auditing.statistics import AuditStatistics, heads_at_init, states_at_init
 from rankwise.auditing.tables import Records, csv_text, data_frame, table
 from rankwise.auditing.verdict import verdict_of
 from rankwise.errors import InputError, instance_of, strip_control
@@ -35,12 +33,7 @@ if TYPE_CHECKING:
     import pandas as pd
     import plotly.graph_objects as go
 
-NOT_AT_INIT = "measures at initialization left out: audits do not hold the statistics of each copy"
-NO_WIDTH = "required width left out: it rests on second moments of all sequences, which audits do not hold"
-ADVISED = "examine the skip connections again: rw.skips.recommend(audit, model, batch)"
 LOAD = "Read a saved audit with `rw.Audit.load(path)`."
-_MOST_NAMES = 6
-"""Maximum number of names listed in an error."""
 
 
 class Audit(SavedRecord):
@@ -63,32 +56,30 @@ class Audit(SavedRecord):
     """How the copies at initialization were made; None if they were not requested."""
 
     @classmethod
-    def merge(cls, audits: "Sequence[Audit]", names: Sequence[str] = ()) -> "Audit":
+    def merge(cls, audits: "Sequence[Audit]") -> "Audit":
         """Merge audits of shards of the data into one audit of all the data.
 
         Up to rounding, means, standard deviations, counts and nearest heads equal the values of one audit
-        over all sequences. Findings are recomputed. Values of single sequences (spectra, membership maps,
-        attention maps) come from the first audit that has them. Importance is the mean over all tokens. The
-        set of removable heads and measures at initialization are omitted. Notes
-        in the merged audit list the omitted parts.
+        over all sequences. Findings are recomputed. Attention maps are those of the first audit; spectra and
+        membership maps come from the first audit that has them. Importance is the mean over all tokens. The
+        set of removable heads, required widths and measures at initialization are omitted.
 
-        Merging in several steps returns the same result as merging at once. Each audit stores only its 16
-        most frequent token names, so counts of rarer names may be missing.
+        Merging in several steps returns the same result as merging at once. Each audit stores only its most
+        frequent token names, so counts of rarer names may be missing.
         Cost: linear in the number of records.
 
         An error is raised if sequences would be counted twice: if an audit is passed twice, alone or as part
         of a merged audit, or if two audits have the same batches. The same sequences in different batches are
-        not detected. Equal weights are recognized by 64 entries per weight tensor. Audits without
+        not detected. Equal weights are recognized by 64 entries per weight tensor. Data without
         digests are not checked.
 
         Args:
             audits: audits of the same model at the same δ, each of different sequences.
-            names: names of the audits for error messages; "audit 1", "audit 2", … by default.
 
         Raises:
-            InputError: if ``audits`` is not a list of at least one audit, or ``names`` has another length.
-            RecordError: if audits differ in model, weights, revision, δ, method, dtype or schema version, or
-                if two audits contain the same sequences.
+            InputError: if ``audits`` is not a list of at least one audit.
+            RecordError: if audits differ in model, weights, revision, δ or dtype, or if two audits contain
+                the same sequences.
 
         Source: Chan, Golub, LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample
         Variances", 1979.
@@ -98,31 +89,23 @@ class Audit(SavedRecord):
             >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
             >>> shards = [rw.audit(layer, [torch.randn(2, 5, 8)]) for _ in range(3)]
             >>> merged = rw.Audit.merge(shards)
-            >>> merged.provenance.sequences, merged.provenance.merged_audits
-            (6, 3)
+            >>> merged.provenance.sequences
+            6
         """
-        audits, fix = [audits] if isinstance(audits, Audit) else list(audits), "Pass a list of audits."
+        audits = list(audits)
         if not audits:
+            fix = "Pass a list of audits."
             raise InputError("`Audit.merge`", expected="at least one audit", got="none", fix=fix)
-        if names and len(names) != len(audits):
-            fix = "Pass one name per audit, or no names."
-            expected, got = f"{len(audits)} names", str(len(names))
-            raise InputError("`names` of `Audit.merge`", expected=expected, got=got, fix=fix)
         for number, audit in enumerate(audits, 1):
             instance_of(f"audit {number} of `Audit.merge`", audit, Audit, "an audit", fix=LOAD)
         if len(audits) == 1:
             return audits[0]
-        _check_mergeable(audits, names or [f"audit {number + 1}" for number in range(len(audits))])
+        abouts = [audit.provenance for audit in audits]
+        check_mergeable(abouts)
         whole, *others = map(AuditStatistics.from_audit, audits)
         for other in others:
             whole.merge_audit(other)
-        for note, lost in (
-            (NOT_AT_INIT, any(audit.at_init for audit in audits)),
-            (NO_WIDTH, any(head.required_head_dim >= 0 for audit in audits for head in audit.heads)),
-            (ADVISED, any(audit.provenance.skips_examined for audit in audits)),
-        ):
-            if lost:
-                whole.note(note)
+        whole.provenance = merged_provenance(abouts)
         return cls.from_statistics(whole)
 
     @classmethod
@@ -135,7 +118,7 @@ class Audit(SavedRecord):
         copies = list(statistics.copies.values())
         for address, fields in (heads_at_init(statistics, copies) if copies else {}).items():
             fields_of_heads[address] |= fields
-        heads = statistics.head_records(fields_of_heads, about.merged_audits)
+        heads = statistics.head_records(fields_of_heads)
         initial = states_at_init(copies)
         states = [
             states.to_record().model_copy(update={"at_init": initial.get(address)})
@@ -159,7 +142,7 @@ class Audit(SavedRecord):
         """Return records as a pandas data frame, with one row per record.
 
         The column after a measure is its standard deviation over sequences, such as ``numerical_rank_std``.
-        Lists (spectra, maps, thresholds) are omitted; they are in the records. Raise `InputError` if pandas
+        Lists (spectra, maps) are omitted; they are in the records. Raise `InputError` if pandas
         is not installed, or ``records`` is not a kind of records, such as "heads" or "states".
         """
         return data_frame(*table(records, getattr(self, records, []), self.provenance))
@@ -167,8 +150,7 @@ class Audit(SavedRecord):
     def to_csv(self, path: str | Path, records: Records = "heads") -> Path:
         """Write records as CSV, with the columns of `to_frame`, and return the path; pandas is not required.
 
-        Numbers are written with all digits; unknown values are empty cells. Text that a spreadsheet would
-        execute (text that begins with = + - @) is preceded by an apostrophe. In an existing folder, the file
+        Numbers are written with all digits; unknown values are empty cells. In an existing folder, the file
         is ``heads.csv`` (``states.csv``, …). Raise `InputError` if the file cannot be written, or ``records``
         is not a kind of records.
         """
@@ -188,22 +170,19 @@ class Audit(SavedRecord):
             1
         """
         asked = {"layer": layer, "head": head, "stack": stack, "site": site}
-        subject = ", ".join(f"{name} {value!r}" for name, value in asked.items() if value is not None)
-        left = self.heads
-        for name in ("stack", "layer", "site", "head"):
-            values = dict.fromkeys(getattr(record, name) for record in left)
-            if asked[name] is not None:
-                left = [record for record in left if getattr(record, name) == asked[name]]
-            if not left:
-                got = f"no {name} {asked[name]!r}"
-                raise InputError(subject, expected="a head of this audit", got=got, fix=_known(list(values)))
-        if len(left) > 1:
-            names = {by: [*dict.fromkeys(getattr(record, by) for record in left)] for by in ("stack", "site")}
-            by = next((by for by, names_of_heads in names.items() if len(names_of_heads) > 1), "")
-            listed = ", ".join(f"{by}={name!r}" for name in names.get(by, [])[:_MOST_NAMES])
-            fix = f"Say which: {listed}." if by else "Its module runs several times: filter `audit.heads`."
-            raise InputError(subject, expected="one head", got=f"{len(left)}", fix=fix)
-        return left[0]
+        given = {name: value for name, value in asked.items() if value is not None}
+        records = [
+            record
+            for record in self.heads
+            if all(getattr(record, name) == value for name, value in given.items())
+        ]
+        if len(records) != 1:
+            places = dict.fromkeys((record.stack, record.site) for record in records or self.heads)
+            listed = "; ".join(f"stack={name!r}, site={site!r}" for name, site in [*places][:6])
+            subject = ", ".join(f"{name} {value!r}" for name, value in given.items())
+            fix = f"The audit has such heads in {listed}." if listed else "No mixing operator was captured."
+            raise InputError(subject, expected="one head of the audit", got=str(len(records)), fix=fix)
+        return records[0]
 
     @property
     def loss(self) -> float:
@@ -251,26 +230,3 @@ class Audit(SavedRecord):
             f"Audit({model}: {len(self.heads)} heads, {len(self.states)} states, "
             f"{len(self.findings)} findings{'' if self.complete else ', incomplete'})"
         )
-
-
-def _check_mergeable(audits: Sequence[Audit], names: Sequence[str]) -> None:
-    check_same("schema_version", [audit.schema_version for audit in audits])
-    check_mergeable([audit.provenance for audit in audits], names)
-    alike: dict[tuple[str, str], list[object]] = defaultdict(list)
-    for audit in audits:
-        for head in audit.heads:
-            alike[f"head {head.head} of {head.site!r}, call {head.call}", "kind"].append(head.kind)
-        for state in audit.states:
-            subject = f"token states of {state.stack!r} after {state.blocks} blocks"
-            alike[subject, "site"].append(state.site)
-            alike[subject, "hidden_size"].append(state.hidden_size)
-    for (subject, field), values in alike.items():
-        check_same(field, values, subject=subject)
-
-
-def _known(values: list[int] | list[str]) -> str:
-    if not values:
-        return "It has no heads: no mixing operator was captured."
-    if isinstance(values[0], int) and len(values) > _MOST_NAMES:
-        return f"It has {len(values)} of them, {min(values)} to {max(values)}."
-    return f"Known: {', '.join(map(repr, values[:_MOST_NAMES]))}{' …' if len(values) > _MOST_NAMES else ''}."

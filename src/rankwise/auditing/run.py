@@ -19,11 +19,11 @@ from rankwise._internals.forward import (
 )
 from rankwise._internals.threads import one_thread
 from rankwise._internals.torch_private import outside_transforms, uncompiled
-from rankwise.auditing.attention_maps import AttentionMapRecorder, NoSuchHeadsError, only_flagged
-from rankwise.auditing.batches import check_batches, check_rows, from_texts
-from rankwise.auditing.error_hints import fix_hint, label_error
+from rankwise.auditing.attention_maps import AttentionMapRecorder, only_flagged
+from rankwise.auditing.batches import check_batches, check_tokens, from_texts
+from rankwise.auditing.error_hints import fix_hint
 from rankwise.auditing.examples import TokenNames
-from rankwise.auditing.initialization import InitialCopies
+from rankwise.auditing.initialization import AtInitSettings, built_words, initial_copies
 from rankwise.auditing.measure import measure_heads, measure_states, sampled
 from rankwise.auditing.provenance import DataDigest, provenance_of, weights_digest
 from rankwise.auditing.records import Provenance
@@ -36,8 +36,6 @@ from rankwise.importance.settings import ImportanceOption
 from rankwise.measures import DELTA
 from rankwise.tracing import CapturedMixer, CapturedState, OperatorFunction, Trace, capture, compiled_modules
 from rankwise.tracing.model_checks import sharded_again
-
-"""Reason why `compress` refuses layers of PyTorch."""
 
 
 class AuditError(RankwiseError):
@@ -97,9 +95,9 @@ def audit(
             cannot be resolved); or "auto", exact if a float64 matrix takes at most 512 MiB (T = S = 8,192).
         sites: functions that return the mixing matrix (operator) of a module, by name, as in `capture`.
         blocks: names of the residual blocks, as in `capture`.
-        attention_maps: heads that keep maps of the first two sequences (`AttentionMap`, at most 128×128,
+        attention_maps: heads that keep maps of the first sequence (`AttentionMap`, at most 128×128,
             longer sequences averaged block by block): "flagged" (heads with a finding), "all", "3:7,5:0"
-            (layer:head), or pairs. Cost: one product with 128 columns per head; at most 256 MiB in all.
+            (layer:head), or pairs. Cost: one product with 128 columns per head, and 43 KiB.
         importance: measure the loss without each head and block, and which heads can be removed together.
             True estimates the losses from gradients; "exact" also removes heads one by one;
             `rankwise.importance.ImportanceSettings` has more options, such as the loss.
@@ -117,8 +115,7 @@ def audit(
         AuditError: if the model or a batch fails, or importance or ``at_init`` cannot be measured; its
             ``audit`` contains the finished measurements.
         CaptureError: if no mixing operator is found.
-        InputError: if an option is wrong, there are no batches or both batches and texts, or (after the first
-            batch) the model has none of the heads in ``attention_maps``.
+        InputError: if an option is wrong, or there are no batches or both batches and texts.
         InitializationError: before anything is measured, if ``at_init`` is requested and the model cannot be
             built at initialization.
 
@@ -157,7 +154,6 @@ class Run:
         self.batch_statistics = ModelStatistics()
         """Statistics of the current batch, merged when the batch has finished."""
         self.notes = list(notes)
-        self.measured_in_part: dict[str, None] = {}
         self.batches = self.sequences = 0
         self.data = DataDigest()
         self.complete = True
@@ -173,9 +169,9 @@ class Run:
     def run(self, batches: Iterable[Batch]) -> None:
         """Audit all batches; then audit copies at initialization and measure importance, if requested."""
         at_init, importance = self.settings.at_init, self.settings.importance
-        # Build the first copy before measuring: a model that cannot be built at initialization fails early.
-        copies = None if at_init is None else InitialCopies(self.model, at_init)
-        if copies is not None or importance is not None:
+        if at_init is not None:
+            next(initial_copies(self.model, at_init))  # fails before anything is measured, if it fails
+        if at_init is not None or importance is not None:
             batches = list(batches)
         with sharded_again(self.model), fresh_autocast_cache(), ExitStack() as stack:
             stack.enter_context(uncompiled())
@@ -189,7 +185,7 @@ class Run:
                 if not self._keep_finished():
                     raise
                 self.notes.append(f"interrupted from the keyboard after {self.batches} whole batches")
-            except (CaptureError, NoSuchHeadsError):
+            except CaptureError:
                 raise
             except Exception as error:
                 kept = self._keep_finished()
@@ -197,22 +193,20 @@ class Run:
                 if described is error and not kept:
                     raise
                 raise self._failed(described, kept) from error
-            if copies is not None and self.complete:
-                self._measure_at_init(batches, copies)
+            if at_init is not None and self.complete:
+                self._measure_at_init(batches, at_init)
             if importance is not None and self.complete:
                 self._measure_importance(batches, importance)
 
     def _run_all(self, batches: Iterator[Any], device: torch.device) -> None:
         for given in batches:
             batch, left_out = drop_unused_labels(self.model, given)
-            if left_out and left_out not in self.notes:
-                self.notes.append(left_out)
+            if left_out:
+                self._note(left_out)
             self._batch = batch
-            check_rows(self.model, batch, self.batches + 1)
+            check_tokens(batch, self.batches + 1)
             run_model(self.model, to_device(batch, device))
             self._take_batch()
-            if self.maps is not None and not self.batches:
-                self.maps.check(self._head_numbers())
             self.batches += 1
             self.sequences += batch_size(batch)
             self.data.add(batch)
@@ -225,17 +219,16 @@ class Run:
         with _measuring(captured.name), one_thread():  # one thread per matrix; matrices run in parallel
             site, heads = sampled(captured)
             if len(heads) < (every := captured.operator.shape[-3]):
-                self.measured_in_part[f"{len(heads)} of the {every} channels of {site.kind} mixers"] = None
+                self._note(
+                    f"measured: {len(heads)} of the {every} channels of {site.kind} mixers, spread evenly"
+                )
             statistics = measure_heads(
                 site, heads, self.settings.delta, self.settings.rank_method,
                 names=self.names, batch=self._batch,
             )  # fmt: skip
-            if self.maps is not None:
-                earlier = self.statistics.heads.get(statistics.mixer)
-                before = 0 if earlier is None else max(map(len, earlier.examples.attention_maps))
-                for maps in self.maps.record(site, heads, self._batch, before):
-                    for place, attention_map in maps.items():
-                        statistics.examples.attention_maps[place].append(attention_map)
+            if self.maps is not None and statistics.mixer not in self.statistics.heads:
+                for place, attention_map in self.maps.record(site, heads, self._batch).items():
+                    statistics.examples[place].attention_map = attention_map
             self.batch_statistics.add_heads(statistics)
         self._on_progress(self.batches, site.name)
 
@@ -250,6 +243,10 @@ class Run:
             self.batch_statistics.add_states(measure_states(state, before if follows else None))
         self._on_progress(self.batches, state.name)
 
+    def _note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
     def _take_batch(self) -> None:
         self.statistics.merge(self.batch_statistics)
         self.batch_statistics = ModelStatistics()
@@ -262,13 +259,13 @@ class Run:
             self._take_batch()
         return bool(self.statistics.heads)
 
-    def _measure_at_init(self, batches: Iterable[Batch], copies: InitialCopies) -> None:
-        self.built = copies.built
+    def _measure_at_init(self, batches: Iterable[Batch], settings: AtInitSettings) -> None:
+        self.built = built_words(self.model, settings)
         try:
             with preserve_random_state(self.model):
-                for seed, model in copies:
+                for seed, model in initial_copies(self.model, settings):
                     torch.manual_seed(seed)  # dropout draws random numbers in training mode
-                    name = f"seed {seed} of {len(copies)} at initialization"
+                    name = f"seed {seed} of {settings.seeds} at initialization"
                     run = Run(model, self._for_copy(name))
                     run.run(batches)
                     if not run.complete:
@@ -321,33 +318,22 @@ class Run:
 
     def _provenance(self) -> Provenance:
         given = self.settings.provenance
-        missing = [] if self.maps is None else self.maps.missing(self._head_numbers())
+        heads = [(head.layer, head.head) for head in self.statistics.head_records()]
+        missing = [] if self.maps is None else self.maps.missing(heads)
         measured: dict[str, Any] = {
-            "delta": self.settings.delta, "rank_method_asked": self.settings.rank_method,
-            "batches": self.batches, "sequences": self.sequences,
+            "delta": self.settings.delta, "batches": self.batches, "sequences": self.sequences,
             "data_digests": [self.data.value] if self.data.value else [],
             "seconds": round(perf_counter() - self.started, 1),
         }  # fmt: skip
         measured |= {} if "weights_digest" in given else {"weights_digest": weights_digest(self.model)}
-        in_part = [f"measured: {channels}, spread evenly" for channels in self.measured_in_part]
-        notes = list(
-            dict.fromkeys((*self.notes, *missing, *in_part, *self.trace.notes, *given.get("notes", ())))
-        )
+        notes = list(dict.fromkeys((*self.notes, *missing, *self.trace.notes, *given.get("notes", ()))))
         return provenance_of(self.model, measured, {**given, "notes": notes})
-
-    def _head_numbers(self) -> list[tuple[int, int]]:
-        return [(head.layer, head.head) for head in self.statistics.head_records()]
 
     def _describe(self, error: Exception) -> RankwiseError:
         """Return an error that names the batch, describes the exception and suggests a fix."""
         model, batch, number = type(self.model).__name__, self._batch, self.batches + 1
-        if "meta tensor" in str(error) and any(weight.is_meta for weight in self.model.parameters()):
-            got, fix = "weights on the device meta", "Load them first, for example by `from_pretrained`."
-            return RankwiseError(f"the model {model}", expected="weights in memory", got=got, fix=fix)
         if isinstance(error, RankwiseError):
             return error
-        if (wrong := label_error(self.model, batch, number, error)) is not None:
-            return wrong
         subject, got = f"batch {number}", f"{type(error).__name__}: {error}"
         if batch is None:
             fix = "Iterate over the batches alone to see the whole traceback."

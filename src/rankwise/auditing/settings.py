@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypedDict, Unpack, get_args
+from typing import Any, Literal, get_args
 
 from torch import nn
 
@@ -20,22 +20,6 @@ MapOption = str | Iterable[tuple[int, int]]
 AtInitOption = bool | int | Callable[[int], nn.Module] | AtInitSettings
 Progress = Callable[[int, str], None]
 """Function called with the number of finished batches and the name of the module measured last."""
-
-
-class AuditOptions(TypedDict, total=False):
-    """Types of the keyword arguments of `rankwise.audit`, except the data."""
-
-    delta: float
-    tokenizer: Callable[..., Any] | None
-    rank_method: RankMethod
-    sites: Mapping[str, OperatorFunction] | None
-    blocks: str | None
-    attention_maps: MapOption | None
-    importance: ImportanceOption
-    loss: bool
-    at_init: AtInitOption
-    provenance: Mapping[str, Any] | None
-    on_progress: Progress | None
 
 
 @dataclass(frozen=True)
@@ -68,48 +52,43 @@ class AuditSettings:
     provenance: Mapping[str, Any] = field(default_factory=dict)
     on_progress: Progress | None = None
 
-    @classmethod
-    def of(cls, **options: Unpack[AuditOptions]) -> "AuditSettings":
-        """Return the settings from options of `rankwise.audit`; raise `InputError` if an option is wrong."""
-        for name in options:
-            one_of("option of `rankwise.audit`", name, AuditOptions.__annotations__)
-        given: dict[str, Any] = {
-            "delta": DELTA,
-            "rank_method": "auto",
-            "importance": False,
-            "at_init": False,
-        }
-        given |= options
-        loss = instance_of("`loss`", given.get("loss", False), bool, "True or False", fix="Try `loss=True`.")
-        if loss and given["importance"] is False:
-            given["importance"] = ImportanceSettings(estimates=False)
-        provenance = given.get("provenance") or {}
-        check_provenance(provenance)
-        check_delta(given["delta"])
-        sites, blocks, on_progress = given.get("sites"), given.get("blocks"), given.get("on_progress")
+    def __post_init__(self) -> None:
+        check_delta(self.delta)
+        one_of("`rank_method`", self.rank_method, get_args(RankMethod))
+        sites, tokenizer = self.sites, self.tokenizer
         named = isinstance(sites, Mapping) and all(isinstance(name, str) for name in sites)
         if sites is not None and not (named and all(map(callable, sites.values()))):
             expected, fix = "a dict from names of modules to functions", "`sites={'layers.0.mixer': f}`."
             raise InputError("`sites`", expected=expected, got=repr(sites), fix=fix)
         names = "names of the residual blocks as a string"
-        instance_of("`blocks`", blocks, (str, type(None)), names, fix="For example `blocks='layers.*'`.")
-        check_callable("on_progress", on_progress)
-        tokenizer = given.get("tokenizer")
+        instance_of("`blocks`", self.blocks, (str, type(None)), names, fix="For example `blocks='layers.*'`.")
+        check_callable("on_progress", self.on_progress)
         if not (tokenizer is None or callable(tokenizer) or hasattr(tokenizer, "decode")):
             fix = "Pass what `AutoTokenizer.from_pretrained` returns, or leave it out: ids are shown."
             got = type(tokenizer).__name__
             raise InputError("`tokenizer`", expected="a tokenizer", got=got, fix=fix)
+        check_provenance(self.provenance)
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        attention_maps: MapOption | None = None,
+        importance: ImportanceOption = False,
+        loss: bool = False,
+        at_init: AtInitOption = False,
+        provenance: Mapping[str, Any] | None = None,
+        **fields: Any,
+    ) -> "AuditSettings":
+        """Return the settings from options of `rankwise.audit`; raise `InputError` if an option is wrong."""
+        if instance_of("`loss`", loss, bool, "True or False", fix="Try `loss=True`.") and importance is False:
+            importance = ImportanceSettings(estimates=False)
         return cls(
-            delta=given["delta"],
-            tokenizer=tokenizer,
-            rank_method=one_of("`rank_method`", given["rank_method"], get_args(RankMethod)),
-            sites=sites,
-            blocks=blocks,
-            maps=chosen_heads(given.get("attention_maps")),
-            importance=importance_settings(given["importance"], tokenizer),
-            at_init=at_init_settings(given["at_init"]),
-            provenance=dict(provenance),
-            on_progress=on_progress,
+            maps=chosen_heads(attention_maps),
+            importance=importance_settings(importance, fields.get("tokenizer")),
+            at_init=at_init_settings(at_init),
+            provenance=dict(provenance or {}),
+            **fields,
         )
 
 

@@ -1,27 +1,28 @@
-"""Statistics of heads and token states, merged over batches and saved audits."""
+"""Statistics of heads and token states: merged over batches and audits, and measured at initialization."""
 
 import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rankwise._internals.records import Address, grouped
-from rankwise._internals.statistics import Floats, Moments
-from rankwise.auditing.examples import TOKENS_KEPT, Examples
+from rankwise._internals.statistics import Floats, Moments, mean
+from rankwise.auditing.examples import NAMES_KEPT, HeadExamples
 from rankwise.auditing.measure_table import HEAD_MEASURES, STATE_MEASURES
-from rankwise.auditing.provenance import joined, joined_uncaptured
 from rankwise.auditing.records import (
+    AtInit,
     HeadRecord,
     MergeData,
     Provenance,
     StateRecord,
     UncapturedModule,
 )
-from rankwise.errors import RecordError, ShapeError
+from rankwise.errors import ShapeError
 from rankwise.importance.records import Importance
 
 if TYPE_CHECKING:
@@ -39,9 +40,12 @@ SIZES = ("tokens", "sources", "full_rank")
 """Fields in `MEANS` without a standard deviation in records."""
 ERRORS = ("numerical_rank", "scale_free_rank", "effective_rank", "stable_rank", "sigma_max")
 """Measures that have a standard error if they are estimated by random vectors."""
-COUNTS = ("nonfinite_sequences", "estimated_sequences", "svd_sequences")
-"""Fields that count sequences with NaN, estimated ranks or an SVD."""
+COUNTS = ("nonfinite_sequences", "estimated_sequences")
+"""Fields that count sequences with NaN or estimated ranks."""
 STATES = ("tokens", *(row.name for row in STATE_MEASURES))
+AT_INIT = [*(row.name for row in HEAD_MEASURES if not row.late), "nearest_head_distance"]
+"""Measures of heads at initialization: measures of the mixing matrix, but not importance."""
+NUMERICAL_RANK = next(row for row in HEAD_MEASURES if row.name == "numerical_rank")
 
 
 @dataclass
@@ -61,9 +65,8 @@ class HeadStatistics:
     """Distances between heads, shape (H, H)."""
     nonfinite_sequences: Floats
     estimated_sequences: Floats
-    svd_sequences: Floats
-    """Numbers of sequences with NaN, estimated ranks or an SVD, (H,) each; a window counts as a fraction."""
-    examples: Examples
+    """Numbers of sequences with NaN or estimated ranks, (H,) each; a window counts as a fraction."""
+    examples: list[HeadExamples]
     head_dim: int | None = None
     heads_per_group: int = 1
     logits: "LogitMoments | None" = None
@@ -80,10 +83,10 @@ class HeadStatistics:
             stderr={name: Moments.empty(number) for name in ERRORS},
             distances=Moments.empty(number, number),
             **counts,
-            examples=Examples.empty(number),
+            examples=[HeadExamples() for _ in heads],
         )
 
-    def merge(self, other: "HeadStatistics", *, attention_maps: bool = True) -> None:
+    def merge(self, other: "HeadStatistics") -> None:
         """Add statistics of the same heads over other sequences; raise `ShapeError` if the heads differ."""
         if self.heads != other.heads:
             expected, got = f"{len(self.heads)}, as in the sequences before", str(len(other.heads))
@@ -95,15 +98,16 @@ class HeadStatistics:
         self.distances.merge(other.distances)
         for name in COUNTS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.examples.merge(other.examples, attention_maps=attention_maps)
+        for example, more in zip(self.examples, other.examples, strict=True):
+            example.merge(more)
         self.head_dim = other.head_dim if self.head_dim is None else self.head_dim
         if self.logits is not None and other.logits is not None:
             self.logits = self.logits + other.logits
         else:
             self.logits = self.logits or other.logits
 
-    def to_records(self, audits: int = 1) -> list[HeadRecord]:
-        """Return a record per head; it keeps `TOKENS_KEPT` token names for each of the merged ``audits``."""
+    def to_records(self) -> list[HeadRecord]:
+        """Return a record per head."""
         finite = self.measures["sigma_max"].count
         numbers = {
             name: (moments.complete(finite) if name in RANKS else moments).to_record()
@@ -121,26 +125,27 @@ class HeadStatistics:
             sequences, estimated = int(finite[index]), round(float(self.estimated_sequences[index]))
             counts = {name: int(numbers[name][0][index]) for name in MEANS}
             counts |= {f"stderr of {name}": int(errors[name][0][index]) for name in ERRORS}
-            peak, peak_sequences = self.examples.peak(index)
-            first, second = [*self.examples.attention_maps[index], None, None][:2]
+            example = self.examples[index]
+            peak, peak_sequences = example.peak
+            # a map of a part of the tokens is no grid
+            grid = example.grid if len(example.membership) == example.longest else None
             fields: dict[str, Any] = {name: float(mean[index]) for name, (_, mean, _) in numbers.items()}
             record = HeadRecord(
                 **fields,
                 stack=self.mixer.stack, site=self.mixer.site, layer=self.mixer.layer or 0,
                 call=self.mixer.call, head=head, kind=self.kind, cross=self.cross, head_dim=self.head_dim,
                 heads_per_group=self.heads_per_group,
-                mask=self.examples.masks[index],  # type: ignore[arg-type]
-                sequences=sequences, nonfinite_sequences=int(self.nonfinite_sequences[index]),
-                estimated_sequences=estimated, svd_sequences=round(float(self.svd_sequences[index])),
-                membership_map=self.examples.memberships[index], membership_grid=self.examples.grid(index),
+                mask=example.mask, sequences=sequences, estimated_sequences=estimated,
+                nonfinite_sequences=int(self.nonfinite_sequences[index]),
+                membership_map=example.membership, membership_grid=grid,
                 nearest_head=nearest[index], nearest_head_distance=float(distance[index]),
                 required_head_dim=float(needed[index]),
                 std={name: float(std[index]) for name, (_, _, std) in numbers.items() if name not in SIZES},
                 stderr={name: float(errors[name][1][index]) for name in ERRORS} if estimated else {},
                 counts={name: count for name, count in counts.items() if 0 < count < sequences},
-                max_token=peak, max_token_sequences=peak_sequences, attention_map=first,
-                second_attention_map=second, spectrum=self.examples.spectra[index],
-                merging=self._merge_data(index, audits),
+                max_token=peak, max_token_sequences=peak_sequences, spectrum=example.spectrum,
+                attention_map=example.attention_map,
+                merging=self._merge_data(index),
             )  # fmt: skip
             records.append(record)
         return records
@@ -171,7 +176,7 @@ class HeadStatistics:
             stderr={name: moments(f"stderr of {name}", errors(name)) for name in ERRORS},
             distances=_distances_of(records),
             **counts,
-            examples=Examples.from_records(records),
+            examples=[HeadExamples.from_record(record) for record in records],
             head_dim=first.head_dim,
             heads_per_group=first.heads_per_group,
         )
@@ -188,34 +193,25 @@ class HeadStatistics:
         ]
         return nearest, np.where(least < np.inf, least, np.nan)
 
-    def _merge_data(self, head: int, audits: int) -> MergeData:
-        # If every head is a module of its own, the only known distance is to the head itself.
-        alone = [head] if "*" in self.mixer.site else slice(None)
+    def _merge_data(self, head: int) -> MergeData:
         count, mean, _ = (numbers[head].copy() for numbers in self.distances.to_record())
         mean[head] = np.nan
-        kinds = self.examples.names[head]
-        by_frequency = (sorted(kind.items(), key=lambda item: (-item[1], item[0])) for kind in kinds)
+        known = slice(None if np.isfinite(mean).any() else 0)
+        example = self.examples[head]
+        by_frequency = sorted(example.names.items(), key=lambda item: (-item[1], item[0]))
         return MergeData(
-            longest=int(self.examples.longest[head]),
-            distances=mean[alone].tolist(),
-            pairs=count[alone].astype(int).tolist(),
-            named=self.examples.named[head],
-            names=[dict(kind[: TOKENS_KEPT * audits]) for kind in by_frequency],
+            longest=int(example.longest),
+            distances=mean[known].tolist(),
+            pairs=count[known].astype(int).tolist(),
+            named=example.named,
+            names=dict(by_frequency[:NAMES_KEPT]),
         )
 
 
 def _distances_of(records: Sequence[HeadRecord]) -> Moments:
     heads = len(records)
-    count, mean = np.zeros((heads, heads)), np.full((heads, heads), np.nan)
-    for row, record in enumerate(records):
-        distances, pairs = record.merging.distances, record.merging.pairs
-        if len(distances) not in (1, heads) or len(pairs) != len(distances):
-            expected, got = f"distances to {heads} heads", f"{len(distances)} and {len(pairs)} counts"
-            fix = "The file is damaged; run `rankwise audit` again."
-            raise RecordError(f"heads of {record.site!r}", expected=expected, got=got, fix=fix)
-        # If each head is a module of its own, only the distance to itself is known.
-        columns = slice(None) if len(distances) == heads else [row]
-        count[row, columns], mean[row, columns] = pairs, distances
+    mean = np.array([record.merging.distances or [math.nan] * heads for record in records])
+    count = np.array([record.merging.pairs or [0] * heads for record in records], dtype=np.float64)
     np.fill_diagonal(mean, 0.0)
     return Moments.from_record(count, mean, np.full_like(mean, np.nan))
 
@@ -271,26 +267,24 @@ class ModelStatistics:
     states: dict[tuple[str, int], StateStatistics] = field(default_factory=dict)
     """Statistics of token states by stack and number of blocks passed."""
 
-    def add_heads(self, heads: HeadStatistics, *, attention_maps: bool = True) -> None:
+    def add_heads(self, heads: HeadStatistics) -> None:
         """Add statistics of a mixer call, merged with earlier statistics of the same call."""
         if (earlier := self.heads.setdefault(heads.mixer, heads)) is not heads:
-            earlier.merge(heads, attention_maps=attention_maps)
+            earlier.merge(heads)
 
     def add_states(self, states: StateStatistics) -> None:
         """Add statistics of token states, merged with earlier statistics of the same states."""
         if (earlier := self.states.setdefault((states.stack, states.blocks), states)) is not states:
             earlier.merge(states)
 
-    def merge(self, other: "ModelStatistics", *, attention_maps: bool = True) -> None:
+    def merge(self, other: "ModelStatistics") -> None:
         """Add statistics of other sequences; objects of ``other`` are reused, not copied."""
         for heads in other.heads.values():
-            self.add_heads(heads, attention_maps=attention_maps)
+            self.add_heads(heads)
         for states in other.states.values():
             self.add_states(states)
 
-    def head_records(
-        self, fields: Mapping[Address, Mapping[str, Any]] | None = None, audits: int = 1
-    ) -> list[HeadRecord]:
+    def head_records(self, fields: Mapping[Address, Mapping[str, Any]] | None = None) -> list[HeadRecord]:
         """Return the records of all heads in the order of the model, with the given ``fields`` by address.
 
         If each head is a separate module (``heads.0``, ``heads.1``), the records get one site ``heads.*``.
@@ -300,7 +294,7 @@ class ModelStatistics:
         records: list[HeadRecord] = []
         for mixer, heads in self.heads.items():
             together = _pattern(mixer)
-            for record in heads.to_records(audits):
+            for record in heads.to_records():
                 changes = dict((fields or {}).get(mixer.at(record.head), {}))
                 if len(heads.heads) == 1 and alone[together] > 1:
                     changes |= {"site": together.site, "head": met[together]}
@@ -329,24 +323,16 @@ class AuditStatistics(ModelStatistics):
     """Statistics of the copies at initialization, by random seed."""
 
     def merge_audit(self, other: "AuditStatistics") -> None:
-        """Add a saved audit of other sequences; take its attention maps if there are none."""
-        mapped = any(any(heads.examples.attention_maps) for heads in self.heads.values())
-        self.merge(other, attention_maps=not mapped)
-        self.texts = self.texts if mapped else other.texts
-        self.provenance = joined(self.provenance, other.provenance)
+        """Add a saved audit of other sequences, without its attention maps: `texts` has other tokens."""
+        for example in chain(*(heads.examples for heads in other.heads.values())):
+            example.attention_map = None
+        self.merge(other)
         self.complete = self.complete and other.complete
-        self.uncaptured = joined_uncaptured(self.uncaptured, other.uncaptured)
+        self.uncaptured = list(dict.fromkeys([*self.uncaptured, *other.uncaptured]))
         if self.importance is None or other.importance is None:
-            if self.importance is not other.importance:
-                self.note("importance left out: not all audits that were merged have it")
             self.importance = None
         else:
             self.importance.merge(other.importance)
-
-    def note(self, text: str) -> None:
-        """Add a note to the provenance unless the provenance already has this note."""
-        notes = list(dict.fromkeys([*self.provenance.notes, text]))
-        self.provenance = self.provenance.model_copy(update={"notes": notes})
 
     @classmethod
     def from_audit(cls, audit: "Audit") -> "AuditStatistics":
@@ -364,3 +350,60 @@ class AuditStatistics(ModelStatistics):
             provenance=audit.provenance, complete=audit.complete, uncaptured=audit.uncaptured,
             texts=audit.texts, importance=importance,
         )  # fmt: skip
+
+
+def heads_at_init(model: ModelStatistics, copies: Sequence[ModelStatistics]) -> dict[Address, dict[str, Any]]:
+    """Return the fields of heads that copies at initialization determine, by the address of the head.
+
+    Heads without a finite measure in any copy are left out.
+    """
+    records_of_copies = [_heads(copy) for copy in copies]
+    fields = {}
+    for address, record in _heads(model).items():
+        records = [heads[address] for heads in records_of_copies if address in heads]
+        records = [head for head in records if head.sequences]
+        if not records:
+            continue
+        spectra = [head.spectrum for head in records if len(head.spectrum) == len(record.spectrum)]
+        spectrum = np.mean(spectra, axis=0).tolist() if spectra else []
+        initial = AtInit(seeds=len(records), **_moments(records, AT_INIT), spectrum=spectrum)
+        fields[address] = {
+            "at_init": initial,
+            "init_numerical_rank": initial.mean[NUMERICAL_RANK.shown_field(record)],
+            "init_effective_rank": initial.mean["effective_rank"],
+        }
+    return fields
+
+
+def states_at_init(copies: Sequence[ModelStatistics]) -> dict[tuple[str, int], AtInit]:
+    """Return measures of token states in copies at initialization, by stack and number of blocks passed."""
+    initial = {}
+    for address in dict.fromkeys(address for copy in copies for address in copy.states):
+        records = [copy.states[address].to_record() for copy in copies if address in copy.states]
+        records = [record for record in records if record.sequences]
+        if records:
+            initial[address] = AtInit(
+                seeds=len(records), **_moments(records, [row.name for row in STATE_MEASURES])
+            )
+    return initial
+
+
+def _heads(statistics: ModelStatistics) -> dict[Address, HeadRecord]:
+    return {
+        mixer.at(record.head): record
+        for mixer, heads in statistics.heads.items()
+        for record in heads.to_records()
+    }
+
+
+def _moments(copies: Sequence[HeadRecord] | Sequence[StateRecord], names: Sequence[str]) -> dict[str, Any]:
+    means = {name: np.array([getattr(record, name) for record in copies]) for name in names}
+    return {
+        "mean": {name: mean(values) for name, values in means.items()},
+        "seed_std": {name: _std(values) for name, values in means.items()},
+    }
+
+
+def _std(values: Floats) -> float:
+    finite = values[np.isfinite(values)]
+    return float(finite.std(ddof=1)) if finite.size > 1 else math.nan

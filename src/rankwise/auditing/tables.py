@@ -2,7 +2,6 @@
 
 import csv
 import io
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -21,8 +20,6 @@ Records = Literal["heads", "states", "findings", "uncaptured"]
 
 COPIES = ("init_numerical_rank", "init_effective_rank", "removal_cost")
 """Measures without columns of their own, because ``importance_*`` and ``at_init_*`` contain them."""
-FORMULA = ("=", "+", "-", "@", "\t", "\r")
-"""First characters of a text that spreadsheets run as a formula."""
 
 _MEASURES = {
     "heads": [measure.name for measure in HEAD_MEASURES if measure.name not in COPIES],
@@ -30,7 +27,7 @@ _MEASURES = {
 }
 _BEFORE = {
     "heads": "stack site layer head kind mask cross call sequences nonfinite_sequences "
-    "estimated_sequences svd_sequences tokens sources full_rank head_dim",
+    "estimated_sequences tokens sources full_rank head_dim",
     "states": "stack site blocks sequences nonfinite_sequences tokens hidden_size",
     "findings": "code severity stack layer site head",
     "uncaptured": "name type reason",
@@ -65,7 +62,7 @@ def table(
         *(f"{name}{end}" for name in numbers for end in ("", "_std", "_stderr")),
         *(f"importance_{name}" for name in HeadImportance.model_fields),
         "at_init_seeds",
-        *(f"at_init_{name}{end}" for name in numbers for end in ("", "_std", "_seed_std")),
+        *(f"at_init_{name}{end}" for name in numbers for end in ("", "_seed_std")),
     ]
     columns = [name for name in listed if name in always or name in present]
     return columns, [{name: row.get(name) for name in columns} for row in rows]
@@ -81,7 +78,7 @@ def _row(record: Any, always: Iterable[str], provenance: Provenance | None) -> R
     row |= _named("importance_{}", dict(getattr(record, "importance", None) or {}))
     if (initial := getattr(record, "at_init", None)) is not None:
         row |= {"at_init_seeds": initial.seeds} | _named("at_init_{}", initial.mean)
-        row |= _named("at_init_{}_std", initial.std) | _named("at_init_{}_seed_std", initial.seed_std)
+        row |= _named("at_init_{}_seed_std", initial.seed_std)
     return row
 
 
@@ -90,28 +87,18 @@ def _named(pattern: str, values: Mapping[str, Any]) -> Row:
 
 
 def csv_text(columns: Sequence[str], rows: Sequence[Row]) -> str:
-    r"""Return rows as CSV, with numbers in full and an empty cell for an unknown value.
-
-    A text that begins as a formula (= + - @, tab, return) is preceded by an apostrophe.
+    """Return rows as CSV, with numbers in full and an empty cell for an unknown value.
 
     Examples:
-        >>> row = {"site": "=1+1", "rank": 0.1, "share": float("nan")}
+        >>> row = {"site": "h", "rank": 0.1, "share": float("nan")}
         >>> csv_text(list(row), [row]).splitlines()
-        ['site,rank,share', "'=1+1,0.1,"]
+        ['site,rank,share', 'h,0.1,']
     """
     out = io.StringIO()
-    writer = csv.writer(out)  # CRLF line ends (RFC 4180), so csv quotes cells with \r
-    writer.writerow([_cell(name) for name in columns])
-    writer.writerows([_cell(row[name]) for name in columns] for row in rows)
+    writer = csv.DictWriter(out, columns)  # CRLF line ends (RFC 4180), so csv quotes cells with CR
+    writer.writeheader()
+    writer.writerows({name: "" if value != value else value for name, value in row.items()} for row in rows)
     return out.getvalue()
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, str):
-        return f"'{value}" if value.startswith(FORMULA) else value
-    if value is None or (isinstance(value, float) and math.isnan(value)):
-        return ""
-    return repr(value)
 
 
 def data_frame(columns: Sequence[str], rows: Sequence[Row]) -> "pd.DataFrame":

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from rankwise._internals.records import grouped
 from rankwise.auditing.findings import FINDING_RULES, MIN_TOKENS
-from rankwise.auditing.importance_findings import cheapest_words
 from rankwise.auditing.records import Finding, Remedy, Verdict
 from rankwise.auditing.remedies import join_compressions, remedy_text
 
@@ -17,7 +16,7 @@ MOST_ACTIONS = 3
 """Maximum number of actions of a verdict."""
 MOST_KINDS = 3
 """Maximum number of kinds of findings that the sentence names."""
-OF_STATES, OF_HEADS = ("COLLAPSE", "INACTIVE_BLOCK"), ("CONSTANT", "DUPLICATE_HEADS")
+OF_STATES, OF_HEADS = ("COLLAPSE", "INACTIVE_BLOCK"), ("CONSTANT",)
 """Codes that the sentence on a healthy model names as absent, by what was measured."""
 STOPPED = "The audit stopped before the end: some measurements are missing."
 
@@ -27,8 +26,7 @@ def verdict_of(audit: "Audit") -> Verdict:
 
     The sentence names the errors and warnings; if there are none, it names what was looked for. Actions are
     the remedies of the most severe findings, one per code; with errors, the remedies of errors alone. A
-    remedy with `no_action` is not an action; without actions, the verdict says what the cheapest removal of a
-    head would bring.
+    remedy with `no_action` is not an action.
     """
     kinds = grouped(audit.findings, lambda finding: finding.code)
     named = {
@@ -41,15 +39,14 @@ def verdict_of(audit: "Audit") -> Verdict:
         sentence = ("Not healthy: " if errors else "Worth a look: ") + _listed(severe, several)
     elif not audit.heads and not audit.states:
         sentence = "Nothing was measured: no mixing operator and no token states were captured"
+    elif not audit.complete and not audit.provenance.batches:
+        sentence = "No verdict: the first batch did not finish"
     else:
         sentence = _healthy(audit, named, several)
     sentences = [f"{sentence}.", *([] if audit.complete else [STOPPED])]
     actions = _actions([finding for finding in audit.findings if finding.severity == "error" or not errors])
     texts = dict.fromkeys(place + remedy_text(remedy, audit.provenance) for place, remedy in actions)
-    no_action = ""
-    if not severe and not actions and audit.importance is not None:
-        no_action = cheapest_words(audit.importance, audit.heads, audit.states, audit.provenance)
-    return Verdict(sentence=" ".join(sentences), actions=tuple(texts)[:MOST_ACTIONS], no_action=no_action)
+    return Verdict(sentence=" ".join(sentences), actions=tuple(texts)[:MOST_ACTIONS])
 
 
 def _actions(findings: Sequence[Finding]) -> list[tuple[str, Remedy]]:

@@ -78,9 +78,6 @@ def command(
     importance_tolerance: Annotated[
         float, typer.Option(help="Largest relative rise of the loss for removing a set of heads.")
     ] = 0.01,
-    importance_ablation: Annotated[
-        str, typer.Option(help="Replace a removed head by zero, or by its mean over tokens.")
-    ] = "zero",
     importance_loss: Annotated[
         str,
         typer.Option(help="Loss: auto, causal, masked, encoder-decoder, labels, own or output (its change)."),
@@ -89,10 +86,8 @@ def command(
         bool, typer.Option("--loss", help="Measure the loss of the model only: one forward pass.")
     ] = False,
     at_init: Annotated[
-        bool, typer.Option("--at-init", help="Also audit the model at initialization; the demo always does.")
-    ] = False,
-    at_init_seeds: Annotated[
-        int | None, typer.Option(min=1, help="Number of initializations, 3 by default; implies --at-init.")
+        int | None,
+        typer.Option(min=1, metavar="[N]", help="Also audit the model at N initializations, by default 3."),
     ] = None,
     device: options.Device = None,
     device_map: Annotated[
@@ -119,9 +114,7 @@ def command(
             "ray://HOST:PORT; by default RAY_ADDRESS, a running cluster, or a local one.",
         ),
     ] = None,
-    cpus: Annotated[
-        float | None, typer.Option(min=0, help="With --ray: CPUs per task, 1 by default.")
-    ] = None,
+    cpus: Annotated[float, typer.Option(min=0, help="With --ray: CPUs per task.")] = 1,
     gpus: Annotated[
         float | None,
         typer.Option(min=0, help="With --ray: GPUs or share of one per task; 1 with --device cuda, else 0."),
@@ -134,35 +127,28 @@ def command(
     from rankwise.auditing import AuditSettings
     from rankwise.auditing.findings import check_codes
     from rankwise.cli import output
-    from rankwise.cli.audit_job import AuditJob
-    from rankwise.cli.audit_many import audit_many, jobs_of
+    from rankwise.cli.audit_job import AuditJob, audit_one
+    from rankwise.cli.audit_many import audit_many, jobs_of, run_here, run_on_ray
     from rankwise.cli.load_data import check_data
     from rankwise.cli.load_model import check_loading, demo_model, demo_text
-    from rankwise.cli.run_jobs import audit_one, run_here, run_on_ray
 
     models, is_demo = models or [], not models
     codes = check_codes(fail_on or [])
-    settings = AuditSettings.of(delta=delta, rank_method=rank_method, attention_maps=attention_maps)  # type: ignore[arg-type]
+    settings = AuditSettings.of(delta=delta, rank_method=rank_method, attention_maps=attention_maps)
     if is_demo and images is None and dataset is None:
         text = text or demo_text()
-    costs = parse_importance(
-        importance, is_demo, importance_tolerance, importance_ablation, importance_loss, only_loss=loss
-    )
+    costs = parse_importance(importance, is_demo, importance_tolerance, importance_loss, only_loss=loss)
     job = AuditJob(
         model=str(demo_model()) if is_demo else "", revision=revision, text=text, images=images,
         dataset=dataset, tokens=tokens, sequences=sequences, batch_size=batch_size, shards=shards,
         delta=delta, rank_method=settings.rank_method,
         attention_maps="all" if is_demo and attention_maps is None else attention_maps, importance=costs,
-        at_init=at_init_seeds or at_init or (is_demo and shards is None), device=device,
+        at_init=at_init or 3 * (is_demo and shards is None), device=device,
         device_map=device_map, offload_folder=offload_folder, dtype=dtype, tokenizer=tokenizer,
         trust_remote_code=trust_remote_code,
     )  # fmt: skip
-    on_cpu = device_map is None and (device or "cpu").startswith("cpu")
     is_split, is_many = job.parts != [job], len(models) > 1 or resume or ray is not None or job.parts != [job]
     for forbidden, option, expected, fix in (
-        (cpus is not None and ray is None, "--cpus", "--ray", "Add --ray, or leave it out."),
-        (gpus is not None and ray is None, "--gpus", "--ray", "Add --ray, or leave it out."),
-        (gpus and on_cpu, "--gpus", "audits on GPUs", "Pass --device cuda, or leave it out."),
         (loss and importance is not None, "--loss", "no --importance", "Omit it: importance has the loss."),
         (is_split and job.at_init, "--at-init", "no --shards", "Omit one of them: audits do not hold enough "
          "to merge differences from initialization."),
@@ -184,7 +170,7 @@ def command(
         check_loading(model_job.model, **model_job.loading | cluster)  # a cluster has other devices
     if gpus is None:
         gpus = float((device or "").startswith("cuda"))
-    on_ray = partial(run_on_ray, address=ray or None, cpus=1 if cpus is None else cpus, gpus=gpus)
+    on_ray = partial(run_on_ray, address=ray or None, cpus=cpus, gpus=gpus)
     with output.show_progress() as say:
         runner = partial(run_here, say=say) if ray is None else on_ray
         by_folder, error = audit_many(jobs, out, runner, resume=resume)
@@ -192,10 +178,10 @@ def command(
 
 
 def parse_importance(
-    how: str | None, is_demo: bool, tolerance: float, ablation: str, loss: str, *, only_loss: bool = False
+    how: str | None, is_demo: bool, tolerance: float, loss: str, *, only_loss: bool = False
 ) -> "ImportanceSettings | Literal[False]":
     """Return the settings for importance, or False if it is not measured; the demo's is exact by default."""
-    from rankwise.importance.settings import ABLATIONS, LOSSES, ImportanceSettings
+    from rankwise.importance.settings import LOSSES, ImportanceSettings
 
     if how is not None:
         one_of("--importance", how, ("auto", "estimate", "exact", "none"))
@@ -203,7 +189,6 @@ def parse_importance(
         exact=not only_loss and (how == "exact" or (how in (None, "auto") and is_demo)),
         estimates=not only_loss,
         tolerance=tolerance,
-        ablation=one_of("--importance-ablation", ablation, ABLATIONS),  # type: ignore[arg-type]
         loss=one_of("--importance-loss", loss, LOSSES),  # type: ignore[arg-type]
     )
     is_measured = only_loss or how not in (None, "none") or (how is None and is_demo)

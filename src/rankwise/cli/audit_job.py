@@ -1,24 +1,28 @@
-"""Describe one audit as a job (model, data and settings), with digests of the files that the job reads."""
+"""Describe one audit as a job (model, data, settings, digests of the files it reads), and run it."""
 
 import hashlib
 import re
 import shlex
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-from rankwise.auditing.batches import ALL, Shard
-from rankwise.auditing.settings import RankMethod
-from rankwise.cli.load_data import parse_dataset
-from rankwise.cli.load_model import split_factory
-from rankwise.cli.output import is_of_audit
-from rankwise.errors import InputError
-from rankwise.importance import ImportanceSettings
+import typer
 
-WHOLE = 1 << 26
-"""Number of bytes up to which a digest reads a whole file; larger files are sampled in pieces."""
-PIECE = 1 << 16
+from rankwise.auditing import Audit, AuditError, audit
+from rankwise.auditing.batches import ALL, Shard
+from rankwise.auditing.provenance import weights_digest
+from rankwise.auditing.settings import RankMethod
+from rankwise.cli.load_data import LoadedData, load_data, parse_dataset
+from rankwise.cli.load_model import LoadedModel, demo_model, demo_text, load_model, split_factory
+from rankwise.cli.output import is_of_audit, show_progress, write_report
+from rankwise.errors import INTERRUPTED, InputError, RankwiseError
+from rankwise.importance import ImportanceSettings
+from rankwise.skips import recommend
+
+Say = Callable[[str], None]
+"""Function that shows the user which step is running."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +43,8 @@ class AuditJob:
     rank_method: RankMethod = "auto"
     attention_maps: str | None = None
     importance: ImportanceSettings | Literal[False] = False
-    at_init: bool | int = False
+    at_init: int = 0
+    """Number of initializations at which the same architecture is audited as well."""
     device: str | None = None
     device_map: str | None = None
     offload_folder: Path | None = None
@@ -62,12 +67,9 @@ class AuditJob:
             given["loss"] = not importance.estimates and not importance.exact
             given["importance"] = None if given["loss"] else "exact" if importance.exact else "estimate"
             defaults |= {"loss": False, "importance": None}
-            for name in ("tolerance", "ablation", "loss"):
+            for name in ("tolerance", "loss"):
                 given[f"importance_{name}"] = getattr(importance, name)
                 defaults[f"importance_{name}"] = getattr(type(importance), name)
-        seeds = given.pop("at_init")
-        given |= {"at_init": seeds is True, "at_init_seeds": None if isinstance(seeds, bool) else seeds}
-        defaults |= {"at_init": False, "at_init_seeds": None}
         return {
             f"--{name.replace('_', '-')}": None if value is True else str(value)
             for name, value in given.items()
@@ -77,7 +79,7 @@ class AuditJob:
     @property
     def loading(self) -> dict[str, Any]:
         """Options of `load_model` that can be checked before the model is loaded."""
-        names = ("revision", "dtype", "device", "device_map", "offload_folder", "tokenizer")
+        names = ("revision", "dtype", "device", "device_map", "offload_folder")
         return {name: getattr(self, name) for name in names}
 
     @property
@@ -116,7 +118,8 @@ class AuditJob:
     def file_digests(self) -> dict[str, str]:
         """Return digests of the local files that the job reads, by option; models on the Hub have no digest.
 
-        Subfolders of models and tokenizers are ignored, because they may contain results.
+        A digest depends on names, sizes and times of the last change, not on contents. Subfolders of models
+        and tokenizers are ignored, because they may contain results.
         """
         model = split_factory(self.model)[0] or self.model
         dataset = parse_dataset(self.dataset).name if self.dataset else ""
@@ -138,16 +141,116 @@ def _digest(path: Path, pattern: str) -> str:
         visible = not any(folder.startswith(".") for folder in name.split("/"))
         if visible and file.is_file() and not is_of_audit(file):
             about = file.stat()
-            digest.update(f"{name} {_file_digest(file, about.st_size, about.st_mtime_ns)}".encode())
+            digest.update(f"{name} {about.st_size} {about.st_mtime_ns}".encode())
     return digest.hexdigest()[:16]
 
 
-@lru_cache(maxsize=4096)
-def _file_digest(file: Path, size: int, changed: int) -> str:
-    digest = hashlib.sha256(str(size).encode())
-    pieces = range(0, size, PIECE) if size <= WHOLE else range(0, size, size * PIECE // WHOLE)
-    with file.open("rb") as content:
-        for start in pieces:
-            content.seek(start)
-            digest.update(content.read(PIECE))
-    return digest.hexdigest()
+def load(job: AuditJob) -> tuple[LoadedModel, LoadedData]:
+    """Load the model of a job with its saved λ-skips, and open the data of its shard."""
+    whole = load_model(
+        job.model, trust_remote_code=job.trust_remote_code, tokenizer=job.tokenizer, **job.loading
+    )
+    model = whole.part_for("text" if job.images is None else "vision")
+    data = load_data(
+        model, text=job.text, images=job.images, dataset=job.dataset, tokens=job.tokens,
+        sequences=job.sequences, batch_size=job.batch_size, shard=job.shard,
+    )  # fmt: skip
+    return model, data
+
+
+def measure(
+    job: AuditJob, say: Say = lambda step: None, provenance: Mapping[str, Any] | None = None
+) -> tuple[Audit, bool]:
+    """Load a job; return its audit, and True if Ctrl-C stopped the audit or the recommendation of λ.
+
+    An audit of all sequences recommends λ, which runs the model on the first batch again. If that fails, a
+    note of the audit says why. Entries of `provenance` replace those of the job.
+    """
+    model, data = load(job)
+    first: list[Any] = []
+
+    def batches() -> Iterator[Any]:
+        for batch in data.batches:
+            first[:] = first or [batch]
+            yield batch
+
+    about = {
+        "model": "the bundled demo" if model.name == str(demo_model()) else model.name,
+        "revision": model.revision,
+        "data": data.data.replace(str(demo_text()), "the bundled text"),
+        "command": job.command,
+        "arguments": [] if model.is_part else replace(job, shards=None).arguments,
+        "notes": [*model.notes, *data.notes],
+        "weights_digest": weights_digest(model.model, model.random_weights),
+        "random_weights": model.random_blocks,
+    }
+    result = audit(
+        model.model, batches(), job.delta, rank_method=job.rank_method, attention_maps=job.attention_maps,
+        at_init=job.at_init or False, importance=job.importance, tokenizer=data.tokenizer,
+        provenance=about | dict(provenance or {}),
+        on_progress=lambda done, step: say(f"batch {done + 1}: {step}"),
+    )  # fmt: skip
+    if job.shard != ALL:
+        # repeated lines of a text can give two shards equal data
+        digests = [f"{digest}-{job.shards}" for digest in result.provenance.data_digests]
+        return _with_provenance(result, data_digests=digests), not result.complete
+    if not result.complete:
+        return result, True
+    try:
+        return recommend(result, model.model, first[0], model.loss), False
+    except KeyboardInterrupt:
+        note, stopped = "skip connections not looked at: interrupted from the keyboard", True
+    except Exception as error:  # it must not lose the audit
+        reason = str(error) if isinstance(error, RankwiseError | RuntimeError) else repr(error)
+        note, stopped = f"no λ is named for COLLAPSE: {reason}", False
+        say(note)
+    return _with_provenance(result, notes=[*result.provenance.notes, note]), stopped
+
+
+def _with_provenance(result: Audit, **fields: Any) -> Audit:
+    return result.model_copy(update={"provenance": result.provenance.model_copy(update=fields)})
+
+
+def run_job(job: AuditJob, say: Say = lambda step: None) -> Audit:
+    """Load and run a job; return the complete audit, with digests of the files that the job read.
+
+    Raise `RankwiseError` for each failure, which Ray can send between processes.
+    """
+    try:
+        digests = job.file_digests()  # taken before the files are read, so that --resume sees later changes
+        about = {"file_digests": digests}
+        result, interrupted = measure(job, lambda step: say(f"{job.model}, {step}"), about)
+    except RankwiseError:
+        raise
+    except (Exception, SystemExit) as error:  # a factory may call sys.exit, which would end a Ray worker
+        got, fix = f"{type(error).__name__}: {error}", f"Try `{job.command}`."
+        raise RankwiseError(job.model, expected="an audit", got=got, fix=fix) from error
+    if interrupted:
+        raise KeyboardInterrupt
+    return result
+
+
+def audit_one(job: AuditJob, out: Path, command: str, *, verbose: bool) -> tuple[Audit, RankwiseError | None]:
+    """Audit one model and write the report; return the audit, and the error if it failed after a batch.
+
+    Raise `typer.Exit` after Ctrl-C; the report then contains the finished measurements.
+    """
+    error = None
+    with show_progress() as say:
+        try:
+            result, interrupted = measure(job, say, {"command": command})
+        except AuditError as failed:
+            if failed.audit is None:
+                raise
+            result, interrupted, error = failed.audit, False, failed
+    write_report(result, out, verbose=verbose)
+    if interrupted:
+        raise typer.Exit(INTERRUPTED)
+    return result, error
+
+
+def merge_shards(job: AuditJob, audits: list[Audit]) -> Audit:
+    """Return the audit of a job, merged from the audits of all its shards."""
+    merged = Audit.merge(audits)
+    files = set.intersection(*(set(result.provenance.file_digests.items()) for result in audits))
+    return _with_provenance(merged, command=job.command, file_digests=dict(files))

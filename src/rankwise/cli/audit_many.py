@@ -1,23 +1,27 @@
-"""Audit several models: keep finished audits, write each new audit, then the history of all audits."""
+"""Audit several models, here or on a Ray cluster; keep finished audits; write new ones and their history."""
 
+import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
+from typing import Any
 
 import typer
 
 from rankwise._internals.files import folder_name
 from rankwise.auditing import Audit, AuditError, History, sort_by_step
-from rankwise.cli.audit_job import AuditJob
+from rankwise.cli.audit_job import AuditJob, Say, merge_shards, run_job
 from rankwise.cli.load_model import split_factory
 from rankwise.cli.output import new_folder, print_results, write_report
-from rankwise.cli.run_jobs import Result, Results, factory_digests, merge_shards
-from rankwise.errors import INTERRUPTED, InputError, RankwiseError, RecordError
+from rankwise.errors import INTERRUPTED, InputError, RankwiseError, RecordError, first_line, need_package
 from rankwise.report import write_page
 from rankwise.report.comparison_report import history_document
+
+Result = tuple[AuditJob, Audit | RankwiseError]
+Results = Generator[Result, None, None]
+"""Generator of pairs (job, its audit or error), in the order in which jobs finish."""
 
 
 def jobs_of(job: AuditJob, models: Sequence[str]) -> list[AuditJob]:
@@ -62,7 +66,7 @@ def audit_many(
     kept, pending = len(audits), [job for job in jobs if job not in audits]
     models = {job.model for job in pending}
     others = {name for name, audit in saved.items() if audit.provenance.model not in models}
-    names |= _new_folders(pending, {*names.values(), *others})
+    names |= _new_folders(pending, {*names.values(), *others}, out)
     shards: dict[AuditJob, Audit] = {}
     for job in pending:
         for shard in (shard for shard in job.parts if shard != job):
@@ -144,28 +148,23 @@ def _find(job: AuditJob, saved: Mapping[str, Audit]) -> str:
     """Return the folder of a job's finished audit; otherwise "", after printing why others are repeated."""
     digests = job.file_digests()
     for folder, audit in saved.items():
-        about, before = audit.provenance, audit.provenance.file_digests
-        changed = [name for name in {**before, **digests} if before.get(name) != digests.get(name)]
-        if about.command != job.command:
-            why = f"its command is `{about.command}`" if about.model == job.model else ""
-        elif not audit.complete:
-            why = "it is incomplete"
-        elif changed:
-            why = f"{' and '.join(changed)} changed since"
-        elif split_factory(job.model)[0] and factory_digests(job) != (
-            about.weights_digest,
-            about.data_digests,
-        ):
-            why = "the factory returns other weights or batches"
-        else:
+        about = audit.provenance
+        reasons = {
+            f"its command is `{about.command}`": about.command != job.command,
+            "it is incomplete": not audit.complete,
+            "files that it read have changed": about.file_digests != digests,
+            "a factory can return other weights or batches": bool(split_factory(job.model)[0]),
+        }
+        why = next((reason for reason, holds in reasons.items() if holds), "")
+        if not why:
             return folder
-        if why:
+        if about.model == job.model:
             print(f"rankwise: the audit in {folder} is not kept: {why}", file=sys.stderr)
     return ""
 
 
-def _new_folders(jobs: Sequence[AuditJob], taken: set[str]) -> dict[AuditJob, str]:
-    """Return an unused folder name per job: short name, full name, or full name after a number."""
+def _new_folders(jobs: Sequence[AuditJob], taken: set[str], out: Path) -> dict[AuditJob, str]:
+    """Return an unused folder name per job: the short names of all models, otherwise the full names."""
     names = [f"{job.model}@{job.revision}" if job.revision else job.model for job in jobs]
     lower = {folder.lower() for folder in taken}  # file systems may ignore case
     for tried in ([Path(name).name for name in names], names):
@@ -173,5 +172,80 @@ def _new_folders(jobs: Sequence[AuditJob], taken: set[str]) -> dict[AuditJob, st
         different = {folder.lower() for folder in folders}
         if len(different) == len(jobs) and not different & lower:
             return dict(zip(jobs, folders, strict=True))
-    free = (number for number in count() if not any(name.startswith(f"{number:03d}-") for name in lower))
-    return {job: f"{number:03d}-{name}" for job, number, name in zip(jobs, free, folders, strict=False)}
+    expected, got = "one folder name per model, not that of another audit", ", ".join(folders)
+    raise InputError(f"--out {out}", expected=expected, got=got, fix="Choose another folder.")
+
+
+def run_here(jobs: Sequence[AuditJob], say: Say = lambda step: None) -> Results:
+    """Run jobs one after the other in this process, and yield each job with its audit or error."""
+    for job in jobs:
+        try:
+            yield job, run_job(job, say)
+        except RankwiseError as error:
+            yield job, error
+
+
+def run_on_ray(
+    jobs: Sequence[AuditJob], address: str | None, *, cpus: int | float = 1, gpus: int | float = 0
+) -> Results:
+    """Run jobs as Ray tasks with reserved CPUs and GPUs, and yield each result as soon as it is finished.
+
+    Without an address, Ray uses RAY_ADDRESS, a running cluster, or a new cluster on this machine (also if the
+    address is ``local``). Ray repeats a task if its worker or machine died, but not if the audit failed.
+    """
+    ray: Any = need_package("ray", "--ray", "ray")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray sends statistics over the network
+    os.environ.setdefault("RAY_task_oom_retries", "3")  # the default repeats tasks forever
+    try:
+        ray.init(address=address, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
+        option, got = f"--ray {address or ''}".rstrip(), first_line(error)
+        fix = "Start one with `ray start --head`, or use --ray local. With tokens, set RAY_AUTH_MODE=token."
+        raise InputError(option, expected="a Ray cluster that answers", got=got, fix=fix) from error
+    try:
+        room = ray.cluster_resources()
+        has = f"{room.get('CPU', 0):g} CPUs, {room.get('GPU', 0):g} GPUs"
+        print(f"rankwise: Ray cluster at {ray.get_runtime_context().gcs_address}: {has}", file=sys.stderr)
+        if room.get("CPU", 0) < cpus or room.get("GPU", 0) < gpus:
+            print(f"rankwise: tasks wait for {cpus:g} CPUs and {gpus:g} GPUs each", file=sys.stderr)
+        task = ray.remote(num_cpus=cpus, num_gpus=gpus, max_retries=3)(run_job)
+        yield from _results(ray, task, jobs)
+    finally:
+        ray.shutdown()
+
+
+def _results(ray: Any, task: Any, jobs: Sequence[AuditJob]) -> Results:
+    """Yield results as tasks finish; if the cluster is lost, yield its error for each remaining job."""
+    left = list(jobs)
+    try:
+        waiting = {task.remote(job): job for job in jobs}
+        while waiting:
+            [reference], _ = ray.wait(list(waiting))
+            job = waiting.pop(reference)
+            result = _result(ray, job, reference)
+            left.remove(job)
+            yield job, result
+    except (ConnectionError, ray.exceptions.RayError) as error:
+        yield from ((job, _lost(job, error)) for job in left)
+
+
+def _result(ray: Any, job: AuditJob, reference: Any) -> Audit | RankwiseError:
+    try:
+        audit: Audit = ray.get(reference)
+        return audit
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, RankwiseError):
+            return error.cause
+        # All lines of the message, because the last line names a module that is missing on a machine.
+        got = " ".join(f"{type(error.cause).__name__}: {error.cause}".split())
+        fix = f"Try `{job.command}` on the machine that ran it."
+        return RankwiseError(job.model, expected="an audit", got=got, fix=fix)
+    except ray.exceptions.RayError as error:
+        return _lost(job, error)
+
+
+def _lost(job: AuditJob, error: Exception) -> RankwiseError:
+    """Return the error for a job that Ray could not finish."""
+    got = f"{type(error).__name__}: {first_line(error)}"
+    fix = "If memory ran out, use a smaller --batch-size or more --cpus. `--resume` audits what is missing."
+    return RankwiseError(job.model, expected="a worker that finishes the audit", got=got, fix=fix)

@@ -34,7 +34,6 @@ def command(
     ] = None,
 ) -> None:
     """Compare audits; `HELP` describes the command."""
-    from rankwise._internals.files import write_file
     from rankwise.auditing import History
     from rankwise.auditing.comparison import compare_two
     from rankwise.cli.output import is_of_audit, print_results
@@ -65,7 +64,7 @@ def command(
         elif isinstance(result, History):
             written = result.to_csv(path)
         else:
-            written = write_file(path, result.model_dump_json(indent=1), "comparison")
+            written = result.save(path)
         print_results(None, [("comparison" if two else "history", written)])
 
 

@@ -1,7 +1,6 @@
 """Command `rankwise compress`: make a trained model smaller, and measure costs and savings."""
 
 import json
-import shlex
 import shutil
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -13,7 +12,7 @@ import typer
 from rankwise._internals.files import check_unused
 from rankwise.cli import options
 from rankwise.compression import DEFAULT_PARTS, PARTS
-from rankwise.errors import INTERRUPTED, CompressionError, InputError
+from rankwise.errors import CompressionError, InputError
 
 SENTENCE_FILES = ("modules.json", "config_sentence_transformers.json", "sentence_bert_config.json")
 """Files of sentence-transformers: the list of modules after the model, and how texts are read."""
@@ -26,8 +25,7 @@ SENTENCE_MODULES = (
 HELP = """Make a trained model smaller, and measure the costs and the savings.
 
 The folder gets the compressed model, compression.json and index.html; the original stays unchanged. Every
-second sequence is used for calibration; costs are measured on the others. Ctrl-C during calibration keeps the
-finished layers.
+second sequence is used for calibration; costs are measured on the others.
 
 [bold]Examples[/bold]
 
@@ -117,25 +115,19 @@ def command(
             **record.about,
             "command": output.command_line(),
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            "source": shlex.join([subject.name, *(["--revision", revision] if revision else ())]),
-            "folder": str(out),
             "load": loading_line(subject.model, str(out), subject.name),
         }
-        if subject.source:  # a model of a factory has no tokenizer or image processor
-            length = None if images else tokens
-            data = {"--text": text, "--images": images, "--dataset": dataset, "--tokens": length}
-            about["data"] = shlex.join(str(word) for pair in data.items() if pair[1] for word in pair)
         record = record.model_copy(
             update={"model": subject.name, "about": about, "notes": [*record.notes, *subject.notes, *notes]}
         )
         subject.restore_use_cache()
         if not structure_of(subject.model).changes:
-            starts = tuple(f"{name}: " for name in record.parts)
-            advice = " ".join(note for note in record.notes if note.startswith(starts))
-            option = "--tolerance heads=" if isinstance(tolerances, dict) else "--tolerance "
-            fix = f"{advice.replace('`tolerance` ', option)} Nothing was written."
-            got = "nothing, at the given targets"
-            raise CompressionError(f"model {subject.name}", expected="something to remove", got=got, fix=fix)
+            raise CompressionError(
+                f"model {subject.name}",
+                expected="something to remove",
+                got="nothing, at the given targets",
+                fix="Nothing was written. Lower --keep or raise --tolerance.",
+            )
         save_compressed(subject.model, out, record)
         if subject.source:
             modules = _copy_side_files(subject.source, subject.revision or "main", out)
@@ -144,8 +136,6 @@ def command(
             record.save(out / RECORD)
         written = [("model", out), ("page", record.to_html(out / "index.html"))]
         output.print_results(compression_document(record), written)
-        if not record.complete:
-            raise typer.Exit(INTERRUPTED)
 
 
 def _target(option: str, values: list[str] | None) -> float | dict[str, float] | None:

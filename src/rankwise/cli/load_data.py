@@ -1,10 +1,8 @@
 """Load data that a command names (text, images or a data set) as batches for a loaded model."""
 
-import gzip
 import os
 import re
-import shlex
-import zlib
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -12,19 +10,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rankwise._internals.batches import batch_size, map_tensors
-from rankwise._internals.files import parse_json
 from rankwise._internals.forward import config_value
 from rankwise.auditing.batches import ALL, Shard, evenly, longest_sequence, model_batches
 from rankwise.cli.load_images import find_images, load_image_processor, plain_processor, read_images
-from rankwise.cli.load_model import LoadedModel, need_hub, split_factory
+from rankwise.cli.load_model import LoadedModel, split_factory
 from rankwise.errors import InputError, did_you_mean, first_line, need_package, readable_file
 
-GZIP = b"\x1f\x8b"
 READERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 """Endings of data files, and the reader of `datasets` for each ending."""
 TOKENIZER_FILE = re.compile(r"tok|vocab|merges|spiece|sentencepiece|spm|bpe|tekken|dict")
 """Names of files that tokenizers of transformers read contain one of these words."""
-DRIVE = re.compile(r"^[A-Za-z]:[\\/]")
 
 
 @dataclass(frozen=True)
@@ -65,8 +60,8 @@ def load_data(
     shard: Shard = ALL,
 ) -> LoadedData:
     """Return batches for a model: of a text, of images, of a data set, or those that a factory returned."""
-    sees, reads = loaded.input_name == "pixel_values", loaded.input_name
-    fix = "Pass --images DIR." if sees else "Pass --text FILE."
+    reads = loaded.input_name
+    fix = "Pass --text FILE to a language model, --images DIR to a vision model, or return batches."
     if text is None and images is None and dataset is None:
         if loaded.batches is None:
             expected, got = "data, or a factory that returns batches", "neither"
@@ -74,15 +69,11 @@ def load_data(
         dealt = islice(loaded.batches, shard.number, None, shard.total)
         return LoadedData(loaded.batches if shard == ALL else dealt, f"batches of {loaded.name}")
     sizes: dict[str, Any] = {"sequences": sequences, "batch_size": batch_size, "shard": shard}
+    if (reads == "input_ids" and bool(loaded.source)) if images is not None else reads != "input_ids":
+        expected = f"a model that reads {'token ids' if images is None else 'images'}"
+        raise InputError(f"model {loaded.name}", expected=expected, got=f"one that reads {reads}", fix=fix)
     if images is not None:
-        if loaded.source and reads == "input_ids":
-            expected, got = "a model that reads images", "a model that reads text"
-            raise InputError(f"model {loaded.name}", expected=expected, got=got, fix=fix)
         return _load_images(loaded, images, **sizes)
-    if reads != "input_ids":
-        expected, got = "a model that reads token ids", f"a model that reads {reads}"
-        fix = fix if sees else "Use module.py:factory with batches."
-        raise InputError(f"model {loaded.name}", expected=expected, got=got, fix=fix)
     texts = load_text(text) if text is not None else dataset_texts(str(dataset))
     return _load_texts(loaded, texts, str(text or dataset), tokens, **sizes)
 
@@ -148,59 +139,21 @@ class ByteTokenizer:
 
 
 def load_text(path: str | Path) -> str | list[str]:
-    """Return the text of a UTF-8 file without byte order mark, or one text per row of a `.jsonl(.gz)` file.
+    """Return the text of a UTF-8 file without byte order mark, or the texts of a `.jsonl(.gz)` file.
 
     Raise `InputError` if there is no text.
     """
-    if str(path).lower().endswith((".jsonl", ".jsonl.gz")):
-        return _read_rows(path)
-    text = _decode(readable_file(path, "a text file"), path)
+    if _ending(str(path)) == ".jsonl":
+        return dataset_texts(str(path), rows=sys.maxsize)
+    try:
+        text = readable_file(path, "a text file").decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        fix = f"Convert it, for instance: iconv -f LATIN1 -t UTF-8 {path} > utf8.txt"
+        raise InputError(str(path), expected="UTF-8 text", got=str(error), fix=fix) from error
     if not text.strip():
         fix = "Pass a file with a paragraph or more."
         raise InputError(str(path), expected="some text", got="an empty file", fix=fix)
     return text
-
-
-def _read_rows(path: str | Path) -> list[str]:
-    """Return the field `text` of each row in a JSON Lines file, which may be gzipped; skip blank lines."""
-    raw = readable_file(path, "a text file")
-    if raw.startswith(GZIP):
-        try:
-            raw = gzip.decompress(raw)
-        except (OSError, EOFError, zlib.error) as error:
-            got, fix = f"a broken one ({error})", "Download or pack it again."
-            raise InputError(str(path), expected="a whole gzip file", got=got, fix=fix) from error
-    texts: list[str] = []
-    expected, fix = 'a JSON object such as {"text": "Once upon a time"}', "Write one object per line."
-    for number, line in enumerate(_decode(raw, path).split("\n"), start=1):
-        if not line.strip():
-            continue
-        row: Any = None
-        try:
-            row = parse_json(line)
-            got = f"the fields {', '.join(map(repr, row))}" if isinstance(row, dict) else type(row).__name__
-        except ValueError as error:
-            got = f"no JSON ({error})"
-        if not isinstance(row, dict) or not isinstance(row.get("text"), str):
-            raise InputError(f"{path}, line {number}", expected=expected, got=got, fix=fix)
-        texts.append(row["text"])
-    if not texts:
-        raise InputError(str(path), expected=expected, got="an empty file", fix=fix)
-    return texts
-
-
-def _decode(raw: bytes, path: str | Path) -> str:
-    try:
-        return raw.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = error.object.count(b"\n", 0, error.start) + 1
-        got = f"byte 0x{error.object[error.start]:02X} in line {line}"
-        encoding = "UTF-16" if raw.startswith((b"\xff\xfe", b"\xfe\xff")) else "LATIN1"
-        quoted = shlex.quote(str(path))
-        fix = f"Convert it, for instance: iconv -f {encoding} -t UTF-8 {quoted} > utf8.txt"
-        if raw.startswith(GZIP):
-            fix = f"It is a gzip file; unpack it: gunzip -k {quoted}"
-        raise InputError(str(path), expected="UTF-8 text", got=got, fix=fix) from error
 
 
 class DatasetSpec(NamedTuple):
@@ -223,16 +176,14 @@ def parse_dataset(spec: str) -> DatasetSpec:
     """
     if spec and Path(spec).exists():
         return DatasetSpec(spec)
-    drive = DRIVE.match(spec)
-    head = drive.group() if drive else ""
-    name, *rest = re.split(r":(?![^\[]*\])", spec[len(head) :])  # not the colon in test[:100]
-    if len(rest) > 2 or not head + name:
+    name, *rest = re.split(r":(?![^\[]*\])", spec)  # not the colon in test[:100]
+    if len(rest) > 2 or not name:
         got = f"{len(rest) + 1} parts" if name else "no name"
         fix = "For instance: --dataset stanfordnlp/imdb:test:text"
         expected = "NAME[@CONFIG][:SPLIT[:COLUMN]]"
         raise InputError(f"--dataset {spec!r}", expected=expected, got=got, fix=fix)
     split, column = (*rest, "", "")[:2]
-    name, config = head + name, ""
+    config = ""
     if not Path(name).exists():
         name, _, config = name.partition("@")
     return DatasetSpec(name, config, split, column or "text")
@@ -268,9 +219,9 @@ def dataset_texts(spec: str, *, rows: int = 4096) -> list[str]:
 def _check_dataset(spec: str) -> DatasetSpec:
     """Return the parts of a data set's name; raise `InputError` if it is a path to a missing file."""
     parsed = parse_dataset(spec)
-    need_package("datasets", "--dataset", "data")
+    need_package("datasets", spec, "data")
     name = parsed.name
-    is_path = name.startswith(("/", ".", "~")) or DRIVE.match(name) or _ending(name) in READERS
+    is_path = name.startswith(("/", ".", "~")) or _ending(name) in READERS
     if is_path and not Path(name).exists():
         raise InputError(name, expected="a data file or folder", got="no such file", fix="Check the path.")
     return parsed
@@ -299,8 +250,6 @@ def _open_dataset(name: str, config: str, split: str) -> Any:
     elif path.is_dir():
         splits = load_dataset(name, config or None)
     else:
-        expected = "a data set: a file, a folder or a name on the Hugging Face Hub"
-        need_hub(name, expected=expected, fix="Use --text FILE, or --dataset with a local file or folder.")
         split = split or _preferred_split(get_dataset_split_names(name, config or None))
         return load_dataset(name, config or None, split=split)
     split = split or _preferred_split(splits)

@@ -91,13 +91,9 @@ def _process(images: list[Any], processor: ImageProcessor, first: Path) -> dict[
     try:
         batch = processor(images=images, return_tensors="pt")
     except ValueError as error:
-        sizes = sorted({f"{image.width}×{image.height}" for image in images})
-        if len(sizes) == 1:
-            raise
         subject, fix = f"the batch that begins with {first}", "Use --batch-size 1, or images of one size."
         expected = "images that the model's image processor makes the same size"
-        got = f"sizes {', '.join(sizes)} ({first_line(error).rstrip('.')})"
-        raise InputError(subject, expected=expected, got=got, fix=fix) from error
+        raise InputError(subject, expected=expected, got=first_line(error), fix=fix) from error
     return {name: value for name, value in batch.items() if isinstance(value, Tensor)}
 
 

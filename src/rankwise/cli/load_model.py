@@ -7,20 +7,16 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from threading import Thread
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from rankwise._internals.files import writable_folder
 from rankwise.cli.output import quiet_libraries
-from rankwise.errors import InputError, did_you_mean, first_line, instance_of, need_package, one_of
+from rankwise.errors import InputError, first_line, instance_of, one_of
 from rankwise.skips import load_skips
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "float64")}
-DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
-"""Strategies by which accelerate distributes a model over the devices that it finds."""
 MODELS = "a folder with config.json and weights, a Hugging Face name, or module.py:factory"
 ASSETS = Path(__file__).parents[1] / "assets"
 """Folder with the bundled models, which `python -m experiments run train_demo` writes."""
@@ -104,11 +100,11 @@ def load_model(
     """Load a model in evaluation mode from a Hugging Face name, a folder or `module.py:factory`.
 
     λ-skips that are saved in the folder are applied. A factory takes no arguments. It returns a module, or a
-    module and its batches. The default device is the CPU. `device_map` is one of `DEVICE_MAPS`, a device, or
-    JSON such as `{"module": "device", …}`.
+    module and its batches. The default device is the CPU. `device_map` is a name or device that
+    transformers knows, or JSON such as `{"module": "device", …}`.
     """
     quiet_libraries()
-    placement = check_loading(spec, revision, dtype, device, device_map, offload_folder, tokenizer)
+    placement = check_loading(spec, revision, dtype, device, device_map, offload_folder)
     path, factory = split_factory(spec)
     if path:
         loaded = _from_factory(Path(path), factory)
@@ -138,7 +134,7 @@ def split_factory(spec: str) -> tuple[str, str]:
 
 def check_loading(
     spec: str, revision: str | None, dtype: str, device: str | None, device_map: str | None,
-    offload_folder: Path | None, tokenizer: str | None,
+    offload_folder: Path | None,
 ) -> dict[str, Any]:  # fmt: skip
     """Return arguments of `from_pretrained` for several devices; raise `InputError` for wrong options."""
     check_device(device or "cpu")
@@ -148,34 +144,35 @@ def check_loading(
         expected, got = "a model on the Hub", f"the {kind} {spec}"
         fix = "Omit the revision: only models on the Hub have one."
         raise InputError(f"revision {revision}", expected=expected, got=got, fix=fix)
-    if tokenizer and not Path(tokenizer).exists():
-        need_hub(f"tokenizer {tokenizer}", expected="the files of a tokenizer", fix="Pass a folder.")
-    return _placement(spec, device, device_map, offload_folder)
+    if device_map is None:
+        return {}
+    placement: dict[str, Any] = {"device_map": device_map}
+    if device_map.startswith("{"):
+        try:
+            placement["device_map"] = json.loads(device_map)
+        except ValueError as error:
+            subject, fix = f"--device-map {device_map}", "Quote it for the shell: --device-map '{…}'."
+            raise InputError(subject, expected="JSON", got=str(error), fix=fix) from error
+    return placement if offload_folder is None else placement | {"offload_folder": str(offload_folder)}
 
 
 def _from_factory(path: Path, name: str) -> LoadedModel:
-    subject = f"model {path}:{name}"
-    module_spec = importlib.util.spec_from_file_location(path.stem, path) if path.is_file() else None
-    if module_spec is None or module_spec.loader is None:
-        raise InputError(subject, expected="a Python file", got="no such file", fix="Check the path.")
+    subject, home = f"model {path}:{name}", str(path.parent.resolve())
+    module_spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert module_spec is not None
+    assert module_spec.loader is not None
     module = importlib.util.module_from_spec(module_spec)
     sys.modules.setdefault(path.stem, module)
-    sys.path.insert(0, str(path.parent.resolve()))
+    sys.path.insert(0, home)
     try:
         module_spec.loader.exec_module(module)
-        if not callable(factory := getattr(module, name, None)):
-            functions = [key for key, value in vars(module).items() if callable(value) and key[0] != "_"]
-            fix = did_you_mean(name, functions)
-            raise InputError(subject, expected="a function of that name", got="none", fix=fix)
-        result = factory()
-    except InputError:
-        raise
+        result = getattr(module, name)()
     except (Exception, SystemExit) as error:
-        expected, got = "a factory without arguments of a module", f"{type(error).__name__}: {error}"
+        expected, got = "a factory without arguments in a Python file", f"{type(error).__name__}: {error}"
         fix = f"`python {path}` shows where it fails; code of a script belongs under __main__."
         raise InputError(subject, expected=expected, got=got, fix=fix) from error
     finally:
-        sys.path.remove(str(path.parent.resolve()))
+        sys.path.remove(home)
     model, batches = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     expected = "a torch.nn.Module, or a pair of one and its batches"
     instance_of(subject, model, nn.Module, expected, fix="Return the model from the factory.")
@@ -191,8 +188,6 @@ def _from_transformers(
     from rankwise._internals.forward import config_value
     from rankwise.compression import save  # registers compressed models
 
-    if not Path(spec).exists():
-        need_hub(f"model {spec}", expected=MODELS, fix="Pass the path of a downloaded model.")
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "revision": revision or "main"}
     try:
         config = transformers.AutoConfig.from_pretrained(spec, **options)
@@ -204,7 +199,9 @@ def _from_transformers(
         options |= {"dtype": dtype if dtype == "auto" else DTYPES[dtype], "output_loading_info": True}
         model, loading = kind.from_pretrained(spec, **options, **placement)
     except Exception as error:  # transformers raises OSError, ValueError, SafetensorError, KeyError, …
-        got, fix = f"{type(error).__name__}: {first_line(error)}", _loading_fix(spec, str(error))
+        got = " ".join(f"{type(error).__name__}: {error}".split())
+        fix = "Save it again: `model.save_pretrained(folder)`" if Path(spec).exists() else "Check the name"
+        fix += ", pass module.py:factory, or add the option that the message names, as --trust-remote-code."
         raise InputError(f"model {spec}", expected=MODELS, got=got, fix=fix) from error
     if save.structure_of(model).changes:
         save.check_complete(f"model {spec}", loading["missing_keys"])
@@ -236,13 +233,11 @@ def _missing_in_blocks(
 
     if not missing:
         return []
-    name, kind = max(missing, key=len), type(model).__name__
     if {weight for weight, _ in model.named_parameters()} <= set(missing):
-        prefix = next((key.removesuffix(name) for key in extra if key.endswith(f".{name}")), "")
-        got, fix = "none of them", "Check `architectures` in config.json."
-        if prefix:
-            got, fix = f"{prefix}{name}", f"Remove the prefix {prefix} from the names of all weights."
-        raise InputError(subject, expected=f"weights of {kind}, such as {name}", got=got, fix=fix)
+        expected = f"weights of {type(model).__name__}, such as {max(missing, key=len)}"
+        got = f"none of them, but {max(extra, key=len, default='no weights')}"
+        fix = "Check `architectures` in config.json, or remove a prefix from the names of all weights."
+        raise InputError(subject, expected=expected, got=got, fix=fix)
     blocks = tuple(f"{name}." for name, of_one_class in block_items(model, None).items() if of_one_class)
     output = model.get_output_embeddings()  # type: ignore[operator]
     for path, module in model.named_modules():
@@ -252,22 +247,6 @@ def _missing_in_blocks(
         said = f"{len(inside)} weights of blocks or embeddings are not in the checkpoint and random, such as "
         print(f"rankwise: warning: {subject}: {said}{inside[0]}", file=sys.stderr)
     return inside
-
-
-def _loading_fix(spec: str, error: str) -> str:
-    from huggingface_hub import constants
-
-    if "trust_remote_code" in error:
-        return "Its code is not part of transformers: read it, then pass --trust-remote-code."
-    if "offload_folder" in error:
-        return "The model does not fit into memory: pass --offload-folder DIR for the rest."
-    if "token" in error.lower() and ("gated" in error.lower() or "401" in error):
-        return "Log in with `hf auth login` after its owners have granted access."
-    if "couldn't connect" in error and constants.is_offline_mode():
-        return "HF_HUB_OFFLINE is set: unset it to download the model, or pass the path of a folder."
-    if Path(spec).exists():
-        return "Save the model again with `model.save_pretrained(folder)`, or pass module.py:factory."
-    return "Check the name; offline, pass the path of a downloaded model, or module.py:factory."
 
 
 def check_device(name: str, option: str = "--device") -> torch.device:
@@ -283,63 +262,3 @@ def check_device(name: str, option: str = "--device") -> torch.device:
     expected, got = "a device that torch sees", f"only {', '.join(available)} (torch {torch.__version__})"
     fix = "Use cpu, or install torch for your accelerator."
     raise InputError(f"{option} {name}", expected=expected, got=got, fix=fix)
-
-
-def _placement(
-    model: str, device: str | None, device_map: str | None, offload_folder: Path | None
-) -> dict[str, Any]:
-    """Return the arguments of `from_pretrained` for several devices; empty for a single device."""
-    option = f"--device-map {device_map}"
-    if device_map is None:
-        if offload_folder is None:
-            return {}
-        option = f"--offload-folder {offload_folder}"
-        raise InputError(option, expected="--device-map as well", got="none", fix="Add --device-map auto.")
-    if device is not None:
-        raise InputError(option, expected="no --device", got=f"--device {device}", fix="Omit one of them.")
-    if split_factory(model)[0]:
-        expected, fix = "a model that transformers loads", "Put the model on its devices in the factory."
-        raise InputError(option, expected=expected, got=f"the factory {model}", fix=fix)
-    need_package("accelerate", option, "accelerate")
-    chosen: str | dict[str, Any] = device_map
-    if device_map.lstrip().startswith("{"):
-        try:
-            chosen = json.loads(device_map)
-        except ValueError as error:
-            example = 'JSON such as {"model.embed_tokens": 0, "model.layers": "cpu"}'
-            fix = 'Quote it for the shell: --device-map \'{"": "cpu"}\'.'
-            raise InputError(option, expected=example, got=str(error), fix=fix) from error
-    elif not device_map.startswith(("cpu", "cuda", "mps", "xpu", "npu", "hpu")):
-        one_of("--device-map", device_map, DEVICE_MAPS)
-    if offload_folder is None:
-        return {"device_map": chosen}
-    writable_folder(offload_folder, "--offload-folder")
-    return {"device_map": chosen, "offload_folder": str(offload_folder)}
-
-
-def hub_reachable(timeout: float = 5.0) -> bool:
-    """Return True if the Hub answers one request, or if `HF_HUB_OFFLINE` makes a request unnecessary."""
-    from huggingface_hub import constants, get_session
-
-    answers: list[Any] = []
-
-    def request() -> None:
-        with suppress(Exception):  # the class of the error depends on the HTTP library
-            answers.append(get_session().head(constants.ENDPOINT, timeout=timeout))
-
-    if constants.HF_HUB_OFFLINE:
-        return True
-    thread = Thread(target=request, daemon=True)  # the DNS lookup has no timeout
-    thread.start()
-    thread.join(timeout)
-    return bool(answers)
-
-
-def need_hub(name: str, *, expected: str, fix: str) -> None:
-    """Raise `InputError` if the Hub does not answer within 5 s; other libraries would retry for 30 s."""
-    from huggingface_hub import constants
-
-    if not hub_reachable():
-        got = f"no such file or folder, and no answer from {constants.ENDPOINT}"
-        fix = f"{fix} Set HF_HUB_OFFLINE=1 to read what was downloaded before."
-        raise InputError(name, expected=expected, got=got, fix=fix)

@@ -37,6 +37,6 @@ def command(
     output.check_no_audit(out)
     parts = [Audit.load(path) for path in audits]
     with output.new_folder(out):
-        merged = Audit.merge(parts, list(map(str, audits)))
+        merged = Audit.merge(parts)
         output.write_report(merged, out, verbose=verbose)
     output.exit_if_found([merged], codes)

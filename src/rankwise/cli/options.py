@@ -42,6 +42,7 @@ FailOn = Annotated[
 Verbose = Annotated[bool, typer.Option("--verbose", help="Print all findings and numbers.")]
 
 BARE = {
+    "--at-init": ("3", r"\d+"),
     "--importance": ("auto", "auto|estimate|exact|none"),
     "--ray": ("", r"auto|local|ray://\S+|[^\s/]+:\d+"),
 }

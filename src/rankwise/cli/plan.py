@@ -57,7 +57,6 @@ def command(
     out: Annotated[Path, typer.Option(help="Write the plan to this new or empty folder.")] = Path(
         "rankwise-plan"
     ),
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Write into a folder with files.")] = False,
 ) -> None:
     """Plan a query/key width; `HELP` describes the command."""
     import torch
@@ -70,8 +69,7 @@ def command(
     from rankwise.plan.planner import check_arguments, present_head_dim
     from rankwise.report.plan_report import plan_document
 
-    if not overwrite:
-        check_unused(out, fix="Choose another name, or add --overwrite.")
+    check_unused(out, fix="Choose another name.")
     if model is not None:
         check_data([model], text=text, images=images)
     elif text is not None or images is not None:
@@ -100,7 +98,6 @@ def command(
         plan = plan.model_copy(update={"about": about})
         if plan.complete and loaded is not None and data is not None:
             plan = with_trained_widths(plan, loaded, data)
-        out = output.keep_finished(out / "plan.json", plan.complete)
         written = [("plan", plan.save(out / "plan.json")), ("page", plan.to_html(out / "index.html"))]
         output.print_results(plan_document(plan), written)
         if not plan.complete:

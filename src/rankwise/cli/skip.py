@@ -11,7 +11,7 @@ import typer
 
 from rankwise._internals.files import check_unused
 from rankwise.cli import options
-from rankwise.errors import INTERRUPTED, InputError, in_range, one_of
+from rankwise.errors import INTERRUPTED, InputError, in_range
 
 if TYPE_CHECKING:
     from rankwise.cli.load_data import LoadedData
@@ -61,9 +61,6 @@ def command(
     sites: Annotated[
         list[str] | None, typer.Option(help="Only the λ of these modules; with wildcards, can be repeated.")
     ] = None,
-    per: Annotated[
-        str | None, typer.Option(help="Use one λ per layer or per channel: layer (default) or channel.")
-    ] = None,
     certify: Annotated[
         bool, typer.Option("--certify", help="Show how much absolute token spread μ each λ provably keeps.")
     ] = False,
@@ -101,9 +98,7 @@ def command(
     lr = (0.0003 if try_steps else 0.02) if lr is None else lr
     in_range("--lr", lr, "(0, inf)", fix=RATE)
     keep_spread = in_range("--keep-spread", KEEP_SPREAD if keep_spread is None else keep_spread, "(0, 1)")
-    if per is not None:
-        one_of("--per", per, ("layer", "channel"))
-    other = {"--out": out, "--certify": certify, "--sites": sites, "--per": per, "--alternative": alternative}
+    other = {"--out": out, "--certify": certify, "--sites": sites, "--alternative": alternative}
     given = [name for name, value in other.items() if value and not (try_steps and name == "--alternative")]
     if given if try_steps else "--alternative" in given or not (out or certify):
         expected = "--out DIR, --certify, or both; or --try-steps N, which can have --alternative"
@@ -130,13 +125,13 @@ def command(
             _try(load, [model, *(alternative or ())], inputs, init, **how)
             return
         learning, held = split_batches(inputs, loaded, learn=fit_on is not None, batch_size=batch_size)
-        skips, scales = _add_skips(loaded, init, per, sites, example=None if loaded.source else held[0])
+        skips, scales = _add_skips(loaded, init, sites, example=None if loaded.source else held[0])
         report: dict[str, Any] = {"command": output.command_line(), "data": inputs.data, "model": model}
         report["collapse"] = [spread_by_layer(loaded.model, held)]
         notes, complete = [*loaded.notes, *skips.notes], True
         if fit_on is not None:
-            loss_of, targets = fitting_loss(loaded.model, held, mask)
-            before = loss_of.mean(loaded.model, targets)
+            loss_of = fitting_loss(loaded.model, held, mask)
+            before = loss_of.mean(loaded.model, held)
             with output.show_progress("fitting λ", steps) as show:
 
                 def update(step: int, loss: float) -> None:
@@ -146,7 +141,7 @@ def command(
             report["scales"], complete = fit.scales, len(fit.losses) == steps
             try:
                 spread = spread_by_layer(loaded.model, held)
-                report["loss"] = [before, loss_of.mean(loaded.model, targets)]
+                report["loss"] = [before, loss_of.mean(loaded.model, held)]
                 report["collapse"].append(spread)
             except KeyboardInterrupt:  # the fitted λ are written without these numbers
                 complete = False
@@ -155,8 +150,7 @@ def command(
         if out is not None:
             output.print_results(None, [("wrote", path) for path in _write(loaded, inputs, out, report)])
         if out is not None and not loaded.source:  # weights of a factory's model are not written
-            call = f"rw.skips.load_skips(model, {str(out)!r}, example={example_code(held[0])})"
-            line = f"import torch, rankwise as rw; {call}   # model: new, as built by {model}"
+            line = f"rw.skips.load_skips(model, {str(out)!r}, example=batch)   # both as {model} makes them"
             output.print_results(None, [("load", line)])
     if not complete:
         raise typer.Exit(INTERRUPTED)
@@ -228,7 +222,7 @@ def split_batches(
 
 
 def _add_skips(
-    loaded: "LoadedModel", init: float | None, per: str | None, sites: list[str] | None, example: Any
+    loaded: "LoadedModel", init: float | None, sites: list[str] | None, example: Any
 ) -> tuple["Skips", dict[str, list[float]]]:
     """Return the λ-skips, of which those at `sites` (by default all) receive gradients, and λ of each site.
 
@@ -238,15 +232,9 @@ def _add_skips(
     from rankwise.skips.add import match_places
 
     skips = skips_of(loaded.model) or None
-    kind: Any = per or "layer"
-    if skips is not None:
-        kind = "channel" if any(value.numel() > 1 for value in skips.values()) else "layer"
-    if per not in (None, kind):
-        expected = f"--per {kind}, as the λ saved in {loaded.name}"
-        fix = "Omit it, or delete skips.json and skips.safetensors to start anew."
-        raise InputError(f"--per {per}", expected=expected, got=str(per), fix=fix)
     if skips is None or sites is not None:
-        skips = add_lambda_skip(loaded.model, per=kind, sites=sites, example=example, exist_ok=bool(skips))
+        per = "channel" if skips and any(value.numel() > 1 for value in skips.values()) else "layer"
+        skips = add_lambda_skip(loaded.model, per=per, sites=sites, example=example, exist_ok=bool(skips))  # type: ignore[arg-type]
     scales = {name: [float(value.detach().mean())] * 2 for name, value in skips.items()}
     chosen = {place.name for place in match_places(list(skips.places.values()), sites)}
     for name, parameter in skips.items():
@@ -255,18 +243,6 @@ def _add_skips(
             parameter.data.fill_(init)
             scales[name][1] = init
     return skips, scales
-
-
-def example_code(batch: Any) -> str:
-    """Return Python that creates a batch of the same form, with random numbers, or ones for integers."""
-    if isinstance(batch, Mapping):
-        return f"{{{', '.join(f'{name!r}: {example_code(value)}' for name, value in batch.items())}}}"
-    if isinstance(batch, tuple | list):
-        return f"({''.join(f'{example_code(value)}, ' for value in batch)})"
-    if not hasattr(batch, "dtype"):
-        return repr(batch)
-    made = "randn" if batch.is_floating_point() else "ones"
-    return f"torch.{made}({tuple(batch.shape)}, dtype={batch.dtype})"
 
 
 def _write(loaded: "LoadedModel", inputs: "LoadedData", out: Path, report: dict[str, Any]) -> list[Path]:

@@ -10,8 +10,6 @@ from rankwise._internals import lazy_names
 
 if TYPE_CHECKING:
     from rankwise.compression.records import (
-        BudgetCurve,
-        BudgetPoint,
         Compression,
         HeadWidth,
         LatentRank,
@@ -21,8 +19,6 @@ if TYPE_CHECKING:
     from rankwise.compression.save import load_compressed, save_compressed
 
 __all__ = [
-    "BudgetCurve",
-    "BudgetPoint",
     "Compression",
     "HeadWidth",
     "LatentRank",

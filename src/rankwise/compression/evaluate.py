@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -18,7 +18,7 @@ from rankwise._internals.forward import Change, config_value, device_of, run_mod
 from rankwise._internals.linalg import as_float64
 from rankwise._internals.torch_private import preserve_state
 from rankwise.compression.trials import output_and_mask, relative_error
-from rankwise.errors import InputError, first_line
+from rankwise.errors import InputError
 from rankwise.importance.loss_choice import model_loss
 from rankwise.importance.losses import real_outputs
 from rankwise.tracing import CapturedMixer, CapturedState, capture
@@ -43,7 +43,6 @@ class Snapshot:
     """Output for the first batch."""
     fields: dict[str, Any]
     """Measured fields of a `Compression`."""
-    notes: list[str] = field(default_factory=list)
 
     def state_error(self, old: "Snapshot", place: tuple[str, int]) -> float:
         """Return the error of the states at a place; NaN if they were not seen."""
@@ -78,10 +77,7 @@ def evaluate(
     new.fields["output_error"] = relative_error(new.output, old.output)
     if timed:
         on_step("measuring time")
-        try:
-            new.fields |= measure_seconds(model, batches[0], changes)
-        except Exception as error:
-            new.notes = [f"Time was not measured: {type(error).__name__}: {first_line(error)}."]
+        new.fields |= measure_seconds(model, batches[0], changes)
     return new
 
 
@@ -116,11 +112,8 @@ def snapshot(model: nn.Module, batches: list[Any], when: str) -> Snapshot:
     with torch.no_grad(), capture(model, on_state=keep_tokens, on_mixer=keep_place):
         run_model(model, batches[0])
     output, real = output_and_mask(model, batches[0])
-    task = measure_task(model, batches)
     fields = {
-        f"loss_{when}": task["loss"],
-        f"metric_{when}": task["accuracy"],
-        "metric": task["metric"],
+        f"loss_{when}": measure_loss(model, batches),
         f"parameters_{when}": sum(parameter.numel() for parameter in model.parameters()),
         f"cache_bytes_{when}": cache_bytes(model, batches[0]),
     }
@@ -179,30 +172,18 @@ def cache_bytes(model: nn.Module, batch: Any) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in kept) // ids.shape[1]
 
 
-# --- loss and accuracy -----------------------------------------------------------------------------------
+# --- loss -----------------------------------------------------------------------------------------------
 
 
-def measure_task(model: nn.Module, batches: list[Any]) -> dict[str, Any]:
-    """Return the mean loss of labels or next tokens, and the share of labels that are predicted correctly.
-
-    The loss is the loss of `rankwise.importance`. Numbers are NaN if the model predicts neither.
-    """
-    labels = batches[0].get("labels") if isinstance(batches[0], Mapping) else None
-    unknown = {"loss": math.nan, "accuracy": math.nan, "metric": ""}
+def measure_loss(model: nn.Module, batches: list[Any]) -> float:
+    """Return the mean loss of labels or next tokens, as `rankwise.importance` does; NaN without either."""
     try:
         loss = model_loss(model, batches)
     except InputError:  # an encoder-decoder without labels and decoder ids has nothing to predict
-        if labels is not None:
+        if isinstance(batches[0], Mapping) and batches[0].get("labels") is not None:
             raise
-        return unknown
-    if loss.compares_outputs:
-        return unknown
-    correct = count = 0
-    for number, batch in enumerate(batches if labels is not None else ()):
-        correct, count = map(sum, zip((correct, count), loss.correct(model, batch, number), strict=True))
-    metric = "" if labels is None or not count else "accuracy" if labels.dim() == 1 else "token accuracy"
-    accuracy = correct / count if count else math.nan
-    return {"loss": loss.mean(model, batches), "accuracy": accuracy, "metric": metric}
+        return math.nan
+    return math.nan if loss.compares_outputs else loss.mean(model, batches)
 
 
 # --- time ------------------------------------------------------------------------------------------------

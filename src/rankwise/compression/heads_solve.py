@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Hashable
-from decimal import ROUND_CEILING, Context
 from operator import attrgetter
 from typing import Any
 
@@ -53,11 +52,10 @@ def solve(job: Job) -> Solution:
     by_site = grouped((head for head in heads if not head.width), attrgetter("site"))
     listed = [f"{site} {', '.join(str(head.head) for head in gone)}" for site, gone in by_site.items()]
     notes += [f"Removed heads: {'; '.join(listed)}."] if listed else []
-    removable, outcome = importance.record.removable, dict[str, Any]()
-    if removable is not None and not removable.heads:
-        outcome["advice"] = _cheapest(job, layers, importance)
-    elif removable is not None and job.eval_batches is not job.batches:
-        outcome["cost"] = _cost(job, job.eval_batches, removable.heads)
+    removable, cost = importance.record.removable, math.nan
+    if removable is not None and removable.heads and job.eval_batches is not job.batches:
+        settings = ImportanceSettings(seed=job.seed)
+        cost = ablation_cost(job.model, job.eval_batches, removable.heads, settings).relative
     return Solution(
         removal(job.model, layers, plan),
         heads=heads,
@@ -69,30 +67,8 @@ def solve(job: Job) -> Solution:
         kl={layer.name: float("nan") for layer in layers},
         skipped=skipped,
         notes=notes,
-        **outcome,
+        cost=cost,
     )
-
-
-def _cheapest(job: Job, layers: list[HeadProjections], importance: Importance) -> str:
-    """Return the cheapest heads that can only be removed together, and a tolerance that removes them.
-
-    The search tries larger sets of the cheapest heads first, and these heads alone at last.
-    """
-    unit = sort_by_cost(importance.heads, exact=False, group=_by_unit(layers, {}))[0]
-    cost, record = _cost(job, job.batches, unit), importance.record
-    if not math.isfinite(cost):
-        return Solution.advice
-    upwards = Context(prec=2, rounding=ROUND_CEILING)
-    least = upwards.create_decimal_from_float(cost * (1 + 1e-5))  # the next run may round its sums otherwise
-    return (
-        f"Cheapest by estimate: {', '.join(map(str, unit))}, {100 * cost:+.3g}% of {record.reference_name}; "
-        f"`tolerance` {float(least):g} removes {'it' if len(unit) == 1 else 'them'}."
-    )
-
-
-def _cost(job: Job, batches: list[Any], heads: list[Address]) -> float:
-    """Return the cost of removing heads on some batches, as a share of the reference of their loss."""
-    return ablation_cost(job.model, batches, heads, ImportanceSettings(seed=job.seed)).relative
 
 
 def _within(job: Job, layers: list[HeadProjections]) -> tuple[Plan, list[str], Importance]:

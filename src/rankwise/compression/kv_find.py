@@ -12,8 +12,9 @@ from jaxtyping import Float64
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer
 
-from rankwise._internals.forward import Change, config_value
+from rankwise._internals.forward import Change
 from rankwise._internals.rotary import PAIRINGS, fits_layout, per_pair, undo_rope
+from rankwise.compression.evaluate import is_decoder
 from rankwise.compression.kv_modules import LatentLayer, latent_change
 from rankwise.compression.trials import NoLayersError, at_once_and_in_halves, keep_passing
 from rankwise.compression.width_modules import NarrowKeys, NarrowProjection, channels_of, runs_of
@@ -90,11 +91,8 @@ def find_cached_layers(model: nn.Module, batch: Any) -> tuple[list[LatentLayer],
 
 
 def _run_with_cache(model: nn.Module, batch: Any) -> tuple[ObservedPass, Any]:
-    config, can = getattr(model, "config", None), getattr(model, "can_generate", None)
-    if config_value(config, "is_encoder_decoder"):
-        raise _no_cache(model, "an encoder-decoder, whose decoder caches two kinds of keys")
-    if config is None or can is None or not can():
-        raise _no_cache(model, "a model that does not generate: only a cache gains from a latent")
+    if not is_decoder(model):
+        raise _no_cache(model, "an encoder-decoder, or a model that does not generate text")
     if not isinstance(batch, Mapping):
         raise _no_cache(model, f"a {type(batch).__name__} as batch", "Pass a dict: `{'input_ids': ids}`.")
     seen = observe(model, {**batch, "use_cache": True}, _is_linear)

@@ -25,7 +25,7 @@ from rankwise._internals.linalg import as_float64
 from rankwise.compression.kv_find import layer_weight
 from rankwise.compression.kv_modules import LatentLayer, latent_change
 from rankwise.compression.records import LatentRank
-from rankwise.compression.trials import Job, Solution, check_tokens, rank_notes
+from rankwise.compression.trials import Job, Solution, check_tokens
 from rankwise.errors import CompressionError
 from rankwise.importance.losses import real_tokens
 from rankwise.tracing import record_calls
@@ -42,8 +42,6 @@ def solve(job: Job) -> Solution:
     moments = collect_moments(job.model, layers, job.batches, job.seed, job.on_step)
     tokens = moments[0].count
     check_tokens(tokens, max(layer.rank for layer in layers))
-    stacks = [matrix for moment in moments for matrix in (moment.tokens, moment.gradients)]
-    notes = rank_notes(stacks, "tokens or gradients", tokens)
     spectra: list[WeightedSVD] = []
     for layer, moment in zip(layers, moments, strict=True):
         job.on_step(f"factoring keys and values of {layer.module}")
@@ -72,7 +70,6 @@ def solve(job: Job) -> Solution:
             for layer, values, rank in zip(layers, nats, ranks, strict=True)
         ],
         skipped=skipped,
-        notes=notes,
     )
 
 

@@ -5,8 +5,8 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from rankwise._internals.files import SavedRecord
 from rankwise._internals.records import Number, Record
-from rankwise._internals.saved_records import SavedRecord
 from rankwise._internals.statistics import mean
 
 
@@ -26,22 +26,6 @@ class HeadWidth(Record):
     """KL(M‖M′) in nats, mean over rows of these heads, closed form, calibration data; NaN if removed."""
     kl_calibrated: Number
     """``kl`` after calibration; equal to ``kl`` without calibration."""
-
-
-class BudgetPoint(Record):
-    """Attention KL at one mean width."""
-
-    width: Number
-    """Mean over key heads."""
-    kl: Number
-    """KL(M‖M′) in nats, mean over rows, heads and layers."""
-
-
-class BudgetCurve(Record):
-    """Attention KL against mean width on the calibration data, before calibration."""
-
-    method: str
-    points: list[BudgetPoint]
 
 
 class LatentRank(Record):
@@ -76,11 +60,9 @@ class Compression(SavedRecord):
     _command: ClassVar[str] = "compress"
 
     format: Literal["rankwise-compression"] = "rankwise-compression"
-    schema_version: Literal[2] = 2
+    schema_version: Literal[3] = 3
     model: str
     parts: list[str]
-    complete: bool = True
-    """False if calibration stopped early."""
     sequences: int
     """Sequences of the calibration data."""
     tokens: int
@@ -89,7 +71,6 @@ class Compression(SavedRecord):
     """Data on which costs were measured: "held-out data" or "the calibration data"."""
     heads: list[HeadWidth]
     layers: list[LayerCost]
-    curves: list[BudgetCurve] = Field(default_factory=list)
     latents: list[LatentRank] = Field(default_factory=list)
     attention_kl: Number
     """KL(M‖M′) of attention in nats, mean over rows, heads and layers; NaN if no part measures it."""
@@ -101,10 +82,6 @@ class Compression(SavedRecord):
     loss_before: Number = math.nan
     """Mean loss of labels, or of the next token for language models; NaN if there is neither."""
     loss_after: Number = math.nan
-    metric: str = ""
-    """"accuracy" (one label per sequence), "token accuracy" (one label per token), or "" without labels."""
-    metric_before: Number = math.nan
-    metric_after: Number = math.nan
     parameters_before: int = 0
     parameters_after: int = 0
     cache_bytes_before: int = 0

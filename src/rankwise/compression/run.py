@@ -1,8 +1,8 @@
 """Compress parts of a model, each to its own target, and measure the costs and the savings."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from itertools import chain
 from typing import Any
 
@@ -24,7 +24,7 @@ from rankwise.auditing.error_hints import fix_hint
 from rankwise.compression import DEFAULT_PARTS, PARTS
 from rankwise.compression.evaluate import Snapshot, evaluate, snapshot
 from rankwise.compression.records import Compression, LayerCost
-from rankwise.compression.save import check_saveable, note_structure, pretrained_models, structure_of
+from rankwise.compression.save import check_config, note_structure, pretrained_models, structure_of
 from rankwise.compression.trials import Found, Job, NoLayersError, Solution, find_part, solve_part
 from rankwise.errors import (
     CompressionError,
@@ -84,7 +84,7 @@ def compress(
             note if the cost is above the tolerance.
         parts: names of the parts; None if `keep` or `tolerance` is a mapping. By default, ``width`` and
             ``kv``, each if the model allows it; ``heads`` if the model allows neither.
-        calibrate: steps of Adam per layer of ``width``; Ctrl-C keeps the finished layers.
+        calibrate: steps of Adam per layer of ``width``.
         held_out: data on which the costs are measured; the calibration data by default.
         time: if True, measure seconds per decoding step, or per pass, before and after.
         seed: random seed of calibration and of sampled labels.
@@ -118,7 +118,8 @@ def compress(
             got="a compressed model",
             fix="Load the original and compress it once; name all parts together.",
         )
-    check_saveable(model)
+    for inner in pretrained_models(model):
+        check_config(inner)
     data = list(each_batch(batches))
     eval_data = list(each_batch(held_out, "held_out")) if held_out is not None else data
     step = "a batch"
@@ -133,7 +134,7 @@ def compress(
     modes = {name: module.training for name, module in model.named_modules()}
     named = parts is not None or isinstance(keep, Mapping) or isinstance(tolerance, Mapping)
     # New linear layers draw weights.
-    with eval_mode(model), preserve_random_state(model), _named_outputs(model):
+    with eval_mode(model), preserve_random_state(model):
         try:
             tokens = _count_tokens(model, data, "batches")
             if eval_data is not data:
@@ -171,13 +172,7 @@ def compress(
     for inner in pretrained_models(model):
         note_structure(inner)
     measured_on = "the calibration data" if held_out is None else "held-out data"
-    record = _record(model, data, tokens, targets, solutions, before, after, measured_on, seed)
-    unused = [
-        f"{name}: steps of calibration are for width alone."
-        for name in solutions
-        if calibrate and name != "width"
-    ]
-    return record.model_copy(update={"notes": [*record.notes, *unused]})
+    return _record(model, data, tokens, targets, solutions, before, after, measured_on, seed)
 
 
 def part_targets(
@@ -195,10 +190,6 @@ def part_targets(
     def refused(subject: str, expected: str, got: str, fix: str) -> CompressionError:
         return CompressionError(subject, expected=expected, got=got, fix=fix)
 
-    for kind, target in targets.items():
-        if mappings and not isinstance(target, Mapping | None):
-            fix = 'Name the parts: `{"heads": 0.9, "kv": 0.5}`.'
-            raise refused(f"`{kind}`", "a mapping of parts, like the other target", repr(target), fix)
     if mappings and parts is not None:
         raise refused("`parts`", "None, because the targets name their parts", repr(parts), "Omit it.")
     listed = isinstance(parts, Sequence) and not isinstance(parts, str)
@@ -208,10 +199,8 @@ def part_targets(
         raise refused("`parts`", "at least one part", "none", f"Known: {', '.join(PARTS)}.")
     for name in names:
         one_of("`parts`", name, PARTS, error=CompressionError)
-        if names.count(name) > 1:
-            raise refused("`parts`", "each part once", f"{name!r} twice", "Name each part once.")
     pairs: Targets = {}
-    for name in sorted(names, key=PARTS.index):
+    for name in sorted(set(names), key=PARTS.index):
         pair = {kind: x.get(name) if isinstance(x, Mapping) else x for kind, x in targets.items()}
         count = sum(target is not None for target in pair.values())
         if count != 1:
@@ -227,49 +216,17 @@ def part_targets(
 
 
 def find_parts(model: nn.Module, batch: Any, names: Sequence[str] | None) -> dict[str, Found[Any]]:
-    """Return the layers that each named part can change; if there are none, raise and name the other parts.
+    """Return the layers that each named part can change; raise if there are none.
 
     Without names, the parts are those of `DEFAULT_PARTS` that work, or else ``heads``.
     """
-    refused: dict[str, NoLayersError] = {}
-
-    def working(some: Iterable[str]) -> dict[str, Found[Any]]:
-        layers: dict[str, Found[Any]] = {}
-        for name in some:
-            try:
-                layers[name] = find_part(name, model, batch)
-            except NoLayersError as error:
-                refused[name] = error
-        return layers
-
-    layers = working(DEFAULT_PARTS if names is None else names)
-    if names is None and not layers:
-        layers = working(["heads"])
-    if refused and (names is not None or not layers):
-        layers |= working(name for name in PARTS if name not in layers and name not in refused)
-        name, error = next(iter(refused.items()))
-        allowed = " and ".join(part for part in PARTS if part in layers) or "no part"
-        raise CompressionError(
-            error.subject,
-            expected=f"{error.expected}, for the part {name!r}",
-            got=error.got,
-            fix=f"{error.fix} The model allows {allowed}.".lstrip(),
-        )
-    return layers
-
-
-@contextmanager
-def _named_outputs(model: nn.Module) -> Iterator[None]:
-    """Context manager in which models of transformers return outputs with names."""
-    configs = (module.config for module in model.modules() if config_value(module, "return_dict") is False)
-    tuples: list[Any] = list(configs)
-    try:
-        for config in tuples:
-            config.return_dict = True
-        yield
-    finally:
-        for config in tuples:
-            config.return_dict = False
+    if names is not None:
+        return {name: find_part(name, model, batch) for name in names}
+    layers: dict[str, Found[Any]] = {}
+    for name in DEFAULT_PARTS:
+        with suppress(NoLayersError):
+            layers[name] = find_part(name, model, batch)
+    return layers or {"heads": find_part("heads", model, batch)}
 
 
 def _count_tokens(model: nn.Module, batches: list[Any], name: str) -> int:
@@ -330,17 +287,14 @@ def _record(
         if len(solutions) == 1 and name != "heads":  # then the measured costs are the costs of the part
             cost = after.fields["output_kl"] if name == "kv" else mean(costs.values())
         notes += _part_notes(name, targets[name][1], solution, measured_on, cost)
-    notes += after.notes
     return Compression(
         model=config_value(model, "name_or_path") or type(model).__name__,
         parts=list(solutions),
-        complete=all(solution.complete for solution in every),
         sequences=sum(batch_size(batch) for batch in data),
         tokens=tokens,
         measured_on=measured_on,
         heads=heads,
         layers=layers,
-        curves=[curve for solution in every for curve in solution.curves],
         latents=latents,
         attention_kl=mean(layer.attention_kl for layer in layers),
         left_out={site: reason for solution in every for site, reason in solution.skipped.items()},
@@ -356,7 +310,7 @@ def _part_notes(
     """Return notes if a part removed nothing, or costs more than its tolerance on some data."""
     heads, latents = solution.heads, solution.latents
     removed = [*(x.width < x.before for x in heads), *(x.rank < x.full_rank for x in latents)]
-    notes = [] if any(removed) else [f"{part}: nothing was removed. {solution.advice}"]
+    notes = [] if any(removed) else [f"{part}: nothing was removed. Lower `keep` or raise the tolerance."]
     attention = mean(head.kl_calibrated for head in heads) if part != "heads" else 0.0
     costs = {"the calibration data": max(attention, sum(latent.output_kl for latent in latents))}
     costs[measured_on] = max(costs.get(measured_on, 0.0), measured)  # NaN is not above a number

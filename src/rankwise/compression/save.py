@@ -11,17 +11,15 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import SimpleNamespace
 from typing import Annotated, Any, Literal
 
 import torch
 import transformers
 from pydantic import BaseModel, Field, ValidationError
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel, initialization
-from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import (
     AUTO_QUANTIZER_MAPPING,
@@ -148,46 +146,24 @@ def read_structure(content: Any, where: str) -> Structure:
 # --- files -----------------------------------------------------------------------------------------------
 
 
-def check_saveable(model: nn.Module) -> None:
-    """Raise if a model cannot be saved: write its configuration and small copies of its weights."""
+def check_config(model: PreTrainedModel) -> None:
+    """Raise if the configuration of a model cannot be saved."""
     with TemporaryDirectory() as folder:
         try:
-            if isinstance(model, PreTrainedModel):
-                copy.deepcopy(model.config).save_pretrained(folder)
-                if model.can_generate():
-                    model.generation_config.save_pretrained(folder)
-                remove_tied_weights_from_state_dict(model.state_dict(), model)
-            else:
-                small: Any = SimpleNamespace(state_dict=lambda: _small_copies(model.state_dict()))
-                save_model(small, str(Path(folder, WEIGHTS)))
+            copy.deepcopy(model.config).save_pretrained(folder)
+            if model.can_generate():
+                model.generation_config.save_pretrained(folder)
         except Exception as error:  # transformers raises errors of many classes
             raise CompressionError(
                 f"model {type(model).__name__}",
-                expected="a model that can be saved",
+                expected="a configuration that can be saved",
                 got=" ".join(str(error).split()),
-                fix="Change its configuration, or the weights that it shares.",
+                fix="Change the configuration.",
             ) from error
 
 
-def _small_copies(state: dict[str, Any]) -> dict[str, Any]:
-    """Return tensors of two numbers, or one number for a part of a storage, that share storages alike."""
-    storages: dict[int, Tensor] = {}
-    small: dict[str, Any] = {}
-    for name, value in state.items():
-        small[name] = value
-        if isinstance(value, Tensor) and value.numel():
-            storage = value.untyped_storage()
-            whole = storages.setdefault(storage.data_ptr(), torch.zeros(2, dtype=value.dtype))
-            small[name] = whole if value.numel() * value.element_size() == storage.nbytes() else whole[:1]
-    return small
-
-
-def _folded_weights(model: PreTrainedModel, structure: Structure) -> dict[str, Tensor]:
-    """Return the weights under the names that a new model of this class has; norms of weights are computed.
-
-    Raises:
-        CompressionError: if a new model does not have some of the weights.
-    """
+def _expected_weights(model: PreTrainedModel, structure: Structure) -> dict[str, Tensor]:
+    """Return the weights of a model; raise if a new model of its class does not have some of them."""
     state = model.state_dict()
     with torch.device("meta"), preserve_random_state(model), initialization.meta_device_safe_creation_ops():
         try:
@@ -196,22 +172,14 @@ def _folded_weights(model: PreTrainedModel, structure: Structure) -> dict[str, T
             return state
         with rebuilt(new, structure):
             names = set(new.state_dict())
-    extra = state.keys() - names
-    for name in names - state.keys():
-        module, _, weight = name.rpartition(".")
-        starts = f"{module}.parametrizations.{weight}.", f"{name}_"
-        normed = {weight for weight in extra if weight.startswith(starts)}
-        if normed:  # `weight_norm` and similar functions: a new model has a plain weight
-            state[name] = getattr(model.get_submodule(module), weight).detach()
-            extra -= normed
-    if extra:
+    if extra := state.keys() - names:
         raise CompressionError(
             f"model {type(model).__name__}",
             expected="the weights of a model of its class",
             got=f"{len(extra)} more, such as {min(extra)!r}",
             fix="Remove them and save them apart; λ-skips by `save_skips` and `remove_lambda_skip`.",
         )
-    return {name: value for name, value in state.items() if name in names}
+    return state
 
 
 def save_compressed(model: nn.Module, folder: str | Path, record: Compression | None = None) -> Path:
@@ -235,8 +203,7 @@ def save_compressed(model: nn.Module, folder: str | Path, record: Compression | 
             "targets: lower `keep` or raise `tolerance`.",
         )
     check_unused(folder, "folder")
-    check_saveable(model)
-    weights = _folded_weights(model, structure) if isinstance(model, PreTrainedModel) else {}
+    weights = _expected_weights(model, structure) if isinstance(model, PreTrainedModel) else {}
     writable_folder(folder, "folder")
     try:
         if isinstance(model, PreTrainedModel):
@@ -302,18 +269,15 @@ def load_compressed(folder: str | Path, model: nn.Module | None = None, **option
             got="a configuration without `architectures`" if compressed else "one without a compression",
             fix="Load it with `AutoModel.from_pretrained`; or pass `model=` for a module of your own.",
         )
-    name, files = str(names[0]), content.get("auto_map") or {}
-    # Auto classes that load this class from Python files of the model
-    automatic = [kind for kind, file in files.items() if str(file).rpartition(".")[2] == name]
-    trusted = automatic and options.get("trust_remote_code")
-    loader: Any = getattr(transformers, automatic[0]) if trusted else _known_class(name)
+    name = str(names[0])
+    loader = _known_class(name)
     if loader is None:
-        by_hand = f"Import the class and load the folder with it: `{name}.from_pretrained`."
         raise CompressionError(
             f"folder {folder}",
             expected="a class of transformers or of `rankwise.models`",
             got=name,
-            fix="Read the code of the model, then pass `trust_remote_code=True`." if automatic else by_hand,
+            fix=f"Import the class and load the folder with it: `{name}.from_pretrained`. If the class is in "
+            "the folder, read its code, then load it by an Auto class with `trust_remote_code=True`.",
         )
     try:
         loaded, loading = loader.from_pretrained(folder, output_loading_info=True, **options)
@@ -348,8 +312,6 @@ def loading_line(model: nn.Module, folder: str, source: str) -> str:
     quoted, kind = json.dumps(folder, ensure_ascii=False), type(model)
     if not isinstance(model, PreTrainedModel):
         return f"model = rankwise.load_compressed({quoted}, model)   # model: new, as built by {source}"
-    if kind.__module__.startswith("transformers_modules."):
-        return f"model = rankwise.load_compressed({quoted}, trust_remote_code=True)"
     if _known_class(kind.__name__) is kind:
         return f"model = rankwise.load_compressed({quoted})"
     return f"model = {kind.__name__}.from_pretrained({quoted})   # after `import rankwise.compression.save`"
@@ -359,29 +321,18 @@ def _load_into(folder: Path, model: nn.Module) -> nn.Module:
     """Load a saved module that is not from transformers into a fresh module."""
     structure = read_structure(_read_json(folder / STRUCTURE), str(folder / STRUCTURE))
     try:
-        with safe_open(folder / WEIGHTS, "pt") as file:
-            saved = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
         with preserve_random_state(model), rebuilt(model, structure):  # new linear layers draw weights
-            state = model.state_dict()
-            tied = {state[name].data_ptr() for name in saved.keys() & state.keys()}
-            missing = [name for name in state if name not in saved and state[name].data_ptr() not in tied]
-            wrong = [f"no {name!r}" for name in missing]
-            wrong += [
-                f"{name!r} of shape {shape}"
-                for name, shape in saved.items()
-                if name not in state or state[name].shape != shape
-            ]
-            if wrong:
-                raise CompressionError(
-                    f"weights {folder / WEIGHTS}",
-                    expected=f"weights of a {type(model).__name__} of the same sizes",
-                    got=", ".join(wrong[:3]),
-                    fix="Build the model as it was built when it was saved.",
-                )
             load_model(model, folder / WEIGHTS)
         _set_guards(model)
     except (OSError, SafetensorError) as error:
         raise _unreadable(folder / WEIGHTS, error) from error
+    except RuntimeError as error:
+        raise CompressionError(
+            f"weights {folder / WEIGHTS}",
+            expected=f"weights of a {type(model).__name__} of the same sizes",
+            got=" ".join(str(error).split()),
+            fix="Build the model as it was built when it was saved.",
+        ) from error
     return model.eval()
 
 

@@ -4,19 +4,19 @@ CONTRIBUTING describes how to add a part.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, TypeVar
 
 import torch
-from jaxtyping import Bool, Float64
+from jaxtyping import Bool
 from torch import Tensor, nn
 
 from rankwise._internals.batches import first_sequences, tensors_in, to_device
 from rankwise._internals.forward import Change, device_of, run_model
 from rankwise._internals.linalg import as_float64
-from rankwise.compression.records import BudgetCurve, HeadWidth, LatentRank
+from rankwise.compression.records import HeadWidth, LatentRank
 from rankwise.errors import CompressionError
 from rankwise.importance.losses import real_outputs
 
@@ -58,7 +58,6 @@ class Solution:
     change: Change
     heads: list[HeadWidth] = field(default_factory=list)
     latents: list[LatentRank] = field(default_factory=list)
-    curves: list[BudgetCurve] = field(default_factory=list)
     kl: dict[str, float] = field(default_factory=dict)
     """Attention KL per site on the evaluation data; NaN if it was not measured."""
     key_heads: dict[str, list[int]] = field(default_factory=dict)
@@ -66,12 +65,8 @@ class Solution:
     skipped: dict[str, str] = field(default_factory=dict)
     """Layers that cannot be changed, each with the reason."""
     notes: list[str] = field(default_factory=list)
-    advice: str = "Lower `keep` or raise the tolerance."
-    """What to do if nothing was removed."""
     cost: float = math.nan
     """Cost on the evaluation data, in the unit of the tolerance; NaN if the part leaves it to `compress`."""
-    complete: bool = True
-    """False if Ctrl-C or a lack of memory stopped calibration."""
 
 
 class NoLayersError(CompressionError):
@@ -207,15 +202,3 @@ def check_tokens(tokens: int, width: int) -> None:
             got=f"{tokens}",
             fix="Give more text.",
         )
-
-
-def rank_notes(moments: Iterable[Float64[Tensor, "..."]], kinds: str, tokens: int) -> list[str]:
-    """Return a note if second moments do not have full rank."""
-    ranks = [torch.linalg.matrix_rank(moment, hermitian=True) < moment.shape[-1] for moment in moments]
-    singular = sum(int(below.sum()) for below in ranks)
-    if not singular:
-        return []
-    return [
-        f"On {tokens} tokens, {kinds} do not span all their directions in {singular} places. The unused "
-        "directions are dropped first, so inputs that use them can cost more: calibrate on varied text."
-    ]

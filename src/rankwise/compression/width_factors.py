@@ -281,8 +281,8 @@ def kept_factors(
 # --- calibration ----------------------------------------------------------------------------------------
 
 
-def calibrate(layer: QueryKeyStatistics, start: Factors, job: Job) -> tuple[Factors, str]:
-    """Improve factors by Adam steps on mean attention KL; also return what stopped them, or "".
+def calibrate(layer: QueryKeyStatistics, start: Factors, job: Job) -> Factors:
+    """Improve factors by Adam steps on mean attention KL.
 
     Factors A and B are balanced and stepped in whitened coordinates, so that one rate fits all heads. Each
     step reads a few random sequences. With rotary positions, a kept pair may become any linear map of the
@@ -300,7 +300,7 @@ def calibrate(layer: QueryKeyStatistics, start: Factors, job: Job) -> tuple[Fact
         size_a, size_b = size_a.sum(-1, keepdim=True), size_b.sum(-1, keepdim=True)
     balance = (size_b.clamp(min=1e-24) / size_a.clamp(min=1e-24))[:, None] ** 0.25
     a, b = a * balance.repeat_interleave(groups, 0), b / balance
-    mask = torch.zeros(len(start.key), 1, layer.projections.width)
+    mask = torch.zeros(len(start.key), 1, layer.projections.width, dtype=torch.float32)
     for head, channels in enumerate(start.kept):
         mask[head, 0, channels] = 1
     wide = layer.projections.width if rotated else max(map(len, start.kept))  # without more zeros
@@ -312,23 +312,18 @@ def calibrate(layer: QueryKeyStatistics, start: Factors, job: Job) -> tuple[Fact
     optimizer = torch.optim.Adam([a, b], lr=RATE)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     generator = torch.Generator().manual_seed(job.seed)
-    done, stopped = 0, ""
-    try:
-        with torch.enable_grad():
-            while done < steps:
-                loss = _loss(_drawn(layer.samples, generator), (to_q @ a) * kept_q, (to_k @ b) * kept_k)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                schedule.step()
-                done += 1
-                job.on_step(f"calibrating {name}: {done} of {steps}")
-    except KeyboardInterrupt:
-        stopped = f"by Ctrl-C after {done} of {steps} steps of {name}, kept if they lowered attention KL"
+    with torch.enable_grad():
+        for done in range(1, steps + 1):
+            loss = _loss(_drawn(layer.samples, generator), (to_q @ a) * kept_q, (to_k @ b) * kept_k)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            job.on_step(f"calibrating {name}: {done} of {steps}")
     query, key = torch.zeros_like(start.query), torch.zeros_like(start.key)
     query[..., :wide] = ((to_q @ a) * kept_q).detach().cpu().double()
     key[..., :wide] = ((to_k @ b) * kept_k).detach().cpu().double()
-    return Factors(query, key, start.kept), stopped
+    return Factors(query, key, start.kept)
 
 
 def _loss(sample: Sample, a: Float[Tensor, "H K r"], b: Float[Tensor, "G K r"]) -> Tensor:

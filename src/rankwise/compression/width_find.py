@@ -205,27 +205,17 @@ def _sample(layer: QueryKeyProjections, site: CapturedMixer, linear: list[Record
     return Sample(operator, before[0], before[1], site.valid_tokens, operator.scale, rotation)
 
 
-def usable_layers(
-    layers: list[QueryKeyStatistics], skipped: dict[str, str]
-) -> tuple[list[QueryKeyStatistics], dict[str, str]]:
-    """Return the layers with finite queries and keys, and why each other layer is left out.
-
-    Raises:
-        CompressionError: if no layer is finite, or there are too few tokens.
-    """
-    finite = [layer for layer in layers if not layer.broken]
-    broken = {
-        layer.projections.name: f"NaN or infinity in head {min(layer.broken)}"
-        for layer in layers
-        if layer.broken
-    }
-    if not finite:
-        name, reason = next(iter(broken.items()))
-        fix = "Fix the weights, or use float32: `rankwise audit` shows where it begins."
-        expected = "finite queries and keys"
-        raise CompressionError(f"attention layer {name!r}", expected=expected, got=reason, fix=fix)
-    check_tokens(min(layer.tokens for layer in finite), max(layer.projections.width for layer in finite))
-    return finite, skipped | broken
+def check_statistics(layers: list[QueryKeyStatistics]) -> None:
+    """Raise if queries or keys are not finite, or if there are too few tokens."""
+    for layer in layers:
+        if layer.broken:
+            raise CompressionError(
+                f"attention layer {layer.projections.name!r}",
+                expected="finite queries and keys",
+                got=f"NaN or infinity in head {min(layer.broken)}",
+                fix="Fix the weights, or use float32: `rankwise audit` shows where it begins.",
+            )
+    check_tokens(min(layer.tokens for layer in layers), max(layer.projections.width for layer in layers))
 
 
 def first_samples(samples: list[Sample], count: int) -> list[Sample]:

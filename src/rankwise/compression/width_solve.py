@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 
-from rankwise._internals.forward import out_of_memory
 from rankwise._internals.statistics import mean
-from rankwise.compression.records import BudgetCurve, BudgetPoint, HeadWidth
-from rankwise.compression.trials import Job, Solution, rank_notes
+from rankwise.compression.records import HeadWidth
+from rankwise.compression.trials import Job, Solution
 from rankwise.compression.width_factors import (
     Curve,
     calibrate,
@@ -26,14 +25,12 @@ from rankwise.compression.width_factors import (
     layer_divergence,
     whole_factors,
 )
-from rankwise.compression.width_find import QueryKeyStatistics, collect_statistics, usable_layers
+from rankwise.compression.width_find import QueryKeyStatistics, check_statistics, collect_statistics
 from rankwise.compression.width_modules import Factors, narrow_layers
 from rankwise.errors import CompressionError
 
 ATTEMPTS = 6
 """Maximum number of times that widths are chosen for a tolerance."""
-SHARES = (0.125, 0.25, 0.5, 0.75)
-"""Shares of the full width at which the record lists attention KL."""
 
 
 @dataclass
@@ -60,8 +57,8 @@ def solve(job: Job) -> Solution:
     """
     found, skipped = job.found
     collected = collect_statistics(job.model, found, job.batches, job.on_step)
-    usable, skipped = usable_layers(collected, skipped)
-    layers = [_candidate(statistics, job) for statistics in usable]
+    check_statistics(collected)
+    layers = [_candidate(statistics, job) for statistics in collected]
     aim = job.tolerance
     for attempt in range(ATTEMPTS):
         widths = allocate_widths(
@@ -83,11 +80,13 @@ def solve(job: Job) -> Solution:
         costs = [[0.0] * len(losses) for losses in costs]
     heads: list[HeadWidth] = []
     plan: dict[str, Factors] = {}
-    stopped = ""
-    for statistics, factors, before in zip(usable, starts, costs, strict=True):
+    for statistics, factors, before in zip(collected, starts, costs, strict=True):
         place, after = statistics.projections, before
-        if job.calibrate and not stopped and not whole:
-            factors, after, stopped = _calibrated(statistics, factors, before, job)
+        if job.calibrate and not whole:
+            calibrated = calibrate(statistics, factors, job)
+            losses = _by_key(statistics, calibrated)
+            if sum(losses) < sum(before):
+                factors, after = calibrated, losses
         plan[place.name] = factors
         heads += [
             HeadWidth(
@@ -103,23 +102,16 @@ def solve(job: Job) -> Solution:
             )
             for head, kept in enumerate(factors.kept)
         ]
-    projections = [statistics.projections for statistics in usable]
+    projections = [statistics.projections for statistics in collected]
     kl: dict[str, float] = {}
     for statistics in collect_statistics(job.model, projections, job.eval_batches, job.on_step):
         name = statistics.projections.name
         kl[name] = 0.0 if whole else float(layer_divergence(statistics.samples, plan[name]).mean())
-    note = f"Calibration was stopped {stopped}. Earlier layers are calibrated, later layers are not."
-    free = [layer.statistics for layer in layers if not layer.rotated]
-    moments = [stack for layer in free for stack in (layer.query_moments, layer.key_moments)]
-    notes = rank_notes(moments, "queries or keys", min((layer.tokens for layer in free), default=0))
     return Solution(
         narrow_layers(job.model, [] if whole else [(layer, plan[layer.name]) for layer in projections]),
         heads,
-        curves=[budget_curve(layers)],
         kl=kl,
         skipped=skipped,
-        notes=[*notes, note] if stopped else notes,
-        complete=not stopped,
     )
 
 
@@ -132,23 +124,6 @@ def _candidate(layer: QueryKeyStatistics, job: Job) -> Candidate:
     orders = greedy_orders(layer, whole, job.seed)
     curves = [(order.widths, order.losses) for order in orders]
     return Candidate(layer, curves, partial(kept_factors, layer, whole, orders))
-
-
-def _calibrated(
-    layer: QueryKeyStatistics, start: Factors, before: list[float], job: Job
-) -> tuple[Factors, list[float], str]:
-    """Calibrate with Adam; return the better factors on the calibration data and their KL.
-
-    Also return the reason if calibration stopped early, otherwise "".
-    """
-    try:
-        factors, stopped = calibrate(layer, start, job)
-        after = _by_key(layer, factors)
-    except (MemoryError, RuntimeError) as error:
-        if not out_of_memory(error):
-            raise
-        return start, before, f"for want of memory at {layer.projections.name}, which is not calibrated"
-    return (factors, after, stopped) if sum(after) < sum(before) else (start, before, stopped)
 
 
 def _measured(layer: Candidate) -> list[Curve]:
@@ -253,22 +228,3 @@ def widths_for_tolerance(curves: list[Curve], tolerance: float) -> list[int]:
             return _widened(curves, steps[:count])
         excess -= gain
     return _widened(curves, steps)
-
-
-def budget_curve(layers: list[Candidate]) -> BudgetCurve:
-    """Return mean attention KL against mean width; allocated widths are rounded down to measured widths."""
-    curves = [curve for layer in layers for curve in layer.curves]
-    points = []
-    for share in SHARES:
-        budget = max(
-            round(share * sum(sizes[-1] for sizes, _ in curves)), sum(sizes[0] for sizes, _ in curves)
-        )
-        widths = widths_under_budget(curves, budget)
-        places = [bisect_right(sizes, width) - 1 for (sizes, _), width in zip(curves, widths, strict=True)]
-        chosen = [
-            (sizes[place], losses[place]) for (sizes, losses), place in zip(curves, places, strict=True)
-        ]
-        width, kl = (sum(numbers) / len(curves) for numbers in zip(*chosen, strict=True))
-        points.append(BudgetPoint(width=width, kl=kl))
-    ways = {"greedy by attention KL" if layer.rotated else "closed form" for layer in layers}
-    return BudgetCurve(method=f"{' or '.join(sorted(ways))}, widths per head", points=points)

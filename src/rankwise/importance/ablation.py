@@ -11,7 +11,6 @@ from torch import nn
 
 from rankwise._internals.batches import Batch, drop_unused_labels, each_batch, to_device
 from rankwise._internals.forward import device_of, run_model
-from rankwise._internals.statistics import spearman
 from rankwise.errors import InputError
 from rankwise.importance.gated_passes import GatedPasses, NotDifferentiableError, quoted
 from rankwise.importance.loss_choice import choose_loss
@@ -59,13 +58,12 @@ def measure_importance(
 ) -> Importance:
     """Measure the cost of removing each head and block, and the largest set of heads removable together.
 
-    Formula: the output M V of head h is multiplied by a gate ξ_h = 1; with ``ablation="mean"`` it becomes
-    ξ M V + (1 − ξ) m, where m is the mean output. The loss is L = Σ S_i / N, with S_i the summed loss of all
-    tokens of sequence i and N the number of tokens of all sequences. Removal takes ξ_h from 1 to 0 and costs
-    ``curvature − ∂L/∂ξ_h`` to second order. Curvature: ½ J_hᵀ (diag p − p pᵀ) J_h / N, with J_h the
-    derivative of the logits by ξ_h and p the predictions, or ‖J_h‖² / ‖Y‖² for states Y, estimated by random
-    projections. Without projections, half of the empirical Fisher information replaces it. ∂L/∂ξ_h is 0 if
-    the loss measures the change of the output.
+    Formula: the output M V of head h is multiplied by a gate ξ_h = 1. The loss is L = Σ S_i / N, with S_i the
+    summed loss of all tokens of sequence i and N the number of tokens of all sequences. Removal takes ξ_h
+    from 1 to 0 and costs ``curvature − ∂L/∂ξ_h`` to second order. Curvature: ½ J_hᵀ (diag p − p pᵀ) J_h / N,
+    with J_h the derivative of the logits by ξ_h and p the predictions, or ‖J_h‖² / ‖Y‖² for states Y,
+    estimated by random projections. Without projections, half of the empirical Fisher information replaces
+    it. ∂L/∂ξ_h is 0 if the loss measures the change of the output.
     Range: costs have the unit of the loss; below 0 the model is better without the head.
     Cost: one forward pass of the first batch; per batch one forward pass, which is all that the loss alone
     needs, and ``1 + probes`` backward passes for all heads together. Exact costs need one forward pass per
@@ -76,7 +74,7 @@ def measure_importance(
     Args:
         model: any `torch.nn.Module`; its weights are not changed, and all hooks are removed.
         batches: dicts, tuples or tensors; kept in a list, because they run more than once.
-        settings: loss, kind of ablation, and which costs to compute.
+        settings: loss, and which costs to compute.
         sites: as in `rankwise.capture`.
         blocks: as in `rankwise.capture`.
         heads: per mixer (address without a head), indices of heads to remove one by one; all by default.
@@ -136,12 +134,8 @@ def measure_importance(
         sequences=passes.sequences,
         nonfinite_sequences=passes.nonfinite_sequences,
         counted=passes.count,
-        ablation=settings.ablation,
         probes=passes.probes if settings.estimates else 0,
         seed=settings.seed,
-        spearman=spearman(
-            [cost.estimate for cost in costs.values()], [cost.exact for cost in costs.values()]
-        ),
         blocks=[*costs_of_blocks.values()],
         removable=removable,
         forward=passes.forward,
@@ -162,7 +156,7 @@ def ablation_cost(
 ) -> AblationCost:
     """Return the loss of a model without a set of heads, and the increase of the loss.
 
-    Cost: two forward passes per batch, one more of the first batch, and one more per batch for means.
+    Cost: two forward passes per batch, and one more of the first batch.
 
     Arguments are as in `measure_importance`. Use other batches to check the choice of heads. ``heads`` are
     addresses, as in the removable set. Raise `InputError` if the model has no such head, or as in
@@ -179,7 +173,7 @@ def ablation_cost(
     every, settings = list(each_batch(batches)), settings or ImportanceSettings()
     passes, _ = _start(model, every, settings, capturing, lambda what: None)
     passes.whole()
-    loss, _ = passes.without(passes.by_call(heads))
+    loss = passes.without(passes.by_call(heads))
     cost = loss - passes.value
     return AblationCost(loss, cost, cost / passes.reference if passes.reference else math.nan)
 
@@ -275,11 +269,11 @@ def _remove_each(
     ]
     for done, head in enumerate(runs):
         passes.say(f"without head {done + 1} of {len(runs)}: {head.site}")
-        loss, cosine = passes.without(passes.by_call([head]))
-        heads[head] = heads[head].model_copy(update={"exact": loss - passes.value, "cosine": cosine})
+        exact = passes.without(passes.by_call([head])) - passes.value
+        heads[head] = heads[head].model_copy(update={"exact": exact})
     for name, block in blocks.items():
         passes.say(f"without the block {name}")
-        blocks[name] = block.model_copy(update={"exact": passes.without({}, [name])[0] - passes.value})
+        blocks[name] = block.model_copy(update={"exact": passes.without({}, [name]) - passes.value})
 
 
 def _search(
@@ -307,7 +301,7 @@ def _search(
         nonlocal runs
         passes.say(f"without {sum(map(len, units))} heads together")
         runs += 1
-        return passes.without(passes.by_call(chain(*units)))[0] - passes.value
+        return passes.without(passes.by_call(chain(*units))) - passes.value
 
     fits, spent, fails = 0, 0.0, len(groups) + 1
     while fails - fits > 1:

@@ -36,14 +36,9 @@ class NotDifferentiableError(InputError):
     def __init__(self, model: nn.Module, why: str) -> None:
         fix = (
             'Pass importance="exact" (or --importance exact), which removes heads one by one and needs '
-            "no gradients; or load it unquantized, without torch.inference_mode or torch.no_grad inside, and "
-            "call outside of torch.inference_mode."
+            "no gradients; or load it unquantized, without torch.inference_mode or torch.no_grad inside, "
+            "call outside of torch.inference_mode, and turn off gradient checkpointing: `model.eval()`."
         )
-        if "torch.utils.checkpoint" in why or any(
-            module.training and getattr(module, "gradient_checkpointing", False) for module in model.modules()
-        ):
-            why = f"gradient checkpointing, which runs layers again without gates ({why})"
-            fix = "Call `model.eval()`, which turns it off in transformers, or turn it off in the model."
         super().__init__(
             f"importance of {type(model).__name__}",
             expected="a model through which gradients flow from its loss to its heads", got=why, fix=fix,
@@ -79,13 +74,10 @@ class UnitGate(torch.autograd.Function):
 
 
 class Gates(Intervention):
-    """Intervention that puts a gate on the output of every head, (B, H), and the update of every block, (B,).
+    """Intervention that puts a gate on every head's output, (B, H), and on every block's update, (B,)."""
 
-    At ξ = 0 the output of a head would be its row of `means` (H, V), or zero if there are no means.
-    """
-
-    def __init__(self, blocks: Iterable[str], sequences: int, means: Mapping[CallId, Tensor]) -> None:
-        self.blocks, self._sequences, self._means = frozenset(blocks), sequences, means
+    def __init__(self, blocks: Iterable[str], sequences: int) -> None:
+        self.blocks, self._sequences = frozenset(blocks), sequences
         self.of_heads: dict[CallId, Tensor] = {}
         self.of_blocks: dict[CallId, Tensor] = {}
 
@@ -94,10 +86,7 @@ class Gates(Intervention):
         values = heads.values
         gate = _ones(values, values.shape[:2])
         self.of_heads[heads.call_id] = gate
-        gated = values.detach()
-        if self._means:
-            gated = gated - self._means[heads.call_id].to(gated)[:, None]
-        return UnitGate.apply(gate, values, gated)
+        return UnitGate.apply(gate, values, values.detach())
 
     def on_block(self, block: BlockOutput) -> Tensor:
         """Return the block's output, unchanged but with a gate on the update (output minus input)."""
@@ -118,34 +107,11 @@ def _ones(like: Tensor, shape: Iterable[int]) -> Tensor:
     return torch.ones(tuple(shape), dtype=wide, device=like.device, requires_grad=True)
 
 
-class MeanRecorder(Intervention):
-    """Intervention that sums head outputs over real tokens; `sums`: sum (H, V) and token count by call."""
-
-    def __init__(self) -> None:
-        self.sums: dict[CallId, tuple[Tensor, int]] = {}
-
-    def on_heads(self, heads: HeadOutputs) -> None:
-        """Add the outputs of one mixer call to the sums."""
-        real = torch.where(heads.valid_tokens[:, None, :, None], heads.values, 0)
-        summed = as_float64(real).sum((0, 2))
-        before, tokens = self.sums.get(heads.call_id, (torch.zeros_like(summed), 0))
-        self.sums[heads.call_id] = before + summed, tokens + int(heads.valid_tokens.sum())
-
-    def mean(self, key: CallId, mixers: Mapping[CallId, Address]) -> Tensor:
-        """Return the mean outputs (H, V) of a mixer call and of the calls with the same address."""
-        runs = [
-            sums for call, sums in self.sums.items() if call == key or mixers.get(call) == mixers.get(key, "")
-        ]
-        return torch.stack([summed for summed, _ in runs]).sum(0) / max(sum(count for _, count in runs), 1)
-
-
 class Removal(Intervention):
-    """Intervention that replaces head outputs by means (H, V) or zero, and block outputs by inputs."""
+    """Intervention that replaces head outputs by zero, and block outputs by inputs."""
 
-    def __init__(
-        self, heads: Mapping[CallId, Iterable[int]], means: Mapping[CallId, Tensor], blocks: Iterable[str]
-    ) -> None:
-        self.blocks, self._means = frozenset(blocks), means
+    def __init__(self, heads: Mapping[CallId, Iterable[int]], blocks: Iterable[str]) -> None:
+        self.blocks = frozenset(blocks)
         self._heads = {key: frozenset(chosen) for key, chosen in heads.items()}
 
     def on_heads(self, heads: HeadOutputs) -> Tensor | None:
@@ -155,8 +121,7 @@ class Removal(Intervention):
             return None
         values = heads.values
         removed = torch.tensor([head in chosen for head in range(values.shape[1])])[:, None, None]
-        means = self._means[heads.call_id].to(values)[:, None] if self._means else 0.0
-        return torch.where(removed.to(values.device), means, values)
+        return torch.where(removed.to(values.device), 0.0, values)
 
     def on_block(self, block: BlockOutput) -> Tensor:
         """Return the block's input, so that the block does nothing."""
@@ -233,16 +198,7 @@ class GatedPasses:
         self.ungated: dict[tuple[Address, int], None] = {}
         self.heads: dict[Address, GateSums] = {}
         self.blocks: dict[str, GateSums] = {}
-        self._behind = False
-        """True if a reentrant checkpoint is in the graph: gates in it get no gradient."""
         self._finite: list[Tensor] = []
-        recorder, mixers = MeanRecorder(), dict[CallId, Address]()
-        for number, batch in enumerate(batches if settings.ablation == "mean" else ()):
-            say(f"means of batch {number + 1} of {len(batches)}")
-            with torch.no_grad():
-                self._run(batch, recorder, lambda site: mixers.update({site.call_id: site.address()}))
-        self._means = {key: recorder.mean(key, mixers) for key in recorder.sums}
-        """Mean outputs (H, V) of heads by mixer call; empty if removed heads are replaced by zero."""
 
     def whole(self, blocks: Iterable[str] = (), *, gradients: bool = False) -> None:
         """Run every batch once with gates; with ``gradients``, also backward from loss and projections.
@@ -271,17 +227,16 @@ class GatedPasses:
             # if all gradients are exactly 0, they are valid only if removal does not change the loss
             if not (sums.unreached or sums.squares.any() or sums.curvature.any()):
                 removed = self.by_call(mixer.at(head) for head in range(len(sums.gradient)))
-                sums.unreached = self.without(removed)[0] != self.value
+                sums.unreached = self.without(removed) != self.value
         unreached = [mixer.site for mixer, sums in self.heads.items() if sums.unreached]
         if unreached and len(unreached) == len(self.heads):
-            behind = ", behind torch.utils.checkpoint" if self._behind else ""
-            raise NotDifferentiableError(self.model, f"none that reaches {quoted(unreached)}{behind}")
+            raise NotDifferentiableError(self.model, f"none that reaches {quoted(unreached)}")
 
     def _run_gated(
         self, batch: LossBatch, blocks: Iterable[str], generator: torch.Generator, gradients: bool
     ) -> None:
         """Run one batch with gates; add its losses, gradients and mixers to the sums."""
-        gates = Gates(blocks, batch_size(batch.batch), self._means)
+        gates = Gates(blocks, batch_size(batch.batch))
         mixers: dict[CallId, tuple[Address, int]] = {}
 
         def note(site: CapturedMixer) -> None:
@@ -330,9 +285,7 @@ class GatedPasses:
             scalar = (self.loss.probe(output, batch, generator) if probe else losses.total)[finite].sum()
             if not scalar.requires_grad:
                 raise NotDifferentiableError(self.model, "its loss has no gradient")
-            nodes = graph_nodes(scalar.grad_fn)
-            incomplete = incomplete_gates(nodes, every)
-            self._behind = self._behind or any("CheckpointFunction" in node.name() for node in nodes)
+            incomplete = incomplete_gates(graph_nodes(scalar.grad_fn), every)
             gradients = torch.autograd.grad(scalar, every, retain_graph=True, allow_unused=True)
             del scalar  # a projection has the size of the logits: release it before the next is drawn
             self.backward += 1
@@ -382,22 +335,17 @@ class GatedPasses:
                 chosen.setdefault(key, []).append(head.head)
         return chosen
 
-    def without(
-        self, heads: Mapping[CallId, Iterable[int]], blocks: Iterable[str] = ()
-    ) -> tuple[float, float]:
-        """Return the loss of the model without some heads and blocks, and a mean cosine.
+    def without(self, heads: Mapping[CallId, Iterable[int]], blocks: Iterable[str] = ()) -> float:
+        """Return the loss of the model without some heads and blocks.
 
-        Sequences whose loss is not finite in the whole model are left out. The cosine compares the output
-        with the output of the whole model; NaN if the loss does not compute it.
+        Sequences whose loss is not finite in the whole model are left out.
         """
-        total, cosine, sequences = 0.0, 0.0, 0
+        total = 0.0
         for batch, finite in zip(self.batches, self._finite, strict=True):
             with torch.no_grad():
-                losses = self.loss.read(self._run(batch, Removal(heads, self._means, blocks)), batch)
+                losses = self.loss.read(self._run(batch, Removal(heads, blocks)), batch)
             total += float(losses.total[finite].sum())
-            cosine += math.nan if losses.cosine is None else float(losses.cosine[finite].sum())
-            sequences += int(finite.sum())
-        return total / self.count, cosine / sequences
+        return total / self.count
 
     def _run(
         self,

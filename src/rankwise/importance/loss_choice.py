@@ -1,7 +1,6 @@
 """Choose the loss of a model from the model, its batches and its output; compute it on batches."""
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,7 +18,6 @@ from rankwise.importance.losses import (
     LabelLoss,
     Loss,
     LossBatch,
-    SequenceLosses,
     StateLoss,
     first_floating,
     invalid_label,
@@ -42,57 +40,9 @@ CAUSAL_CLASSES = ("ForCausalLM", "LMHeadModel", "LMHead", "DoubleHeadsModel")
 MASKED_CLASSES = ("ForMaskedLM", "ForPreTraining")
 
 
-class ModelLoss:
-    """Loss of a model on batches; see `model_loss`."""
-
-    def __init__(self, loss: Loss) -> None:
-        self.loss = loss
-        self.name, self.unit = loss.name, loss.unit
-        self.compares_outputs = loss.compares_outputs
-        """True if the batches have nothing to predict; the other methods then raise."""
-
-    def __call__(self, model: nn.Module, batch: Batch, number: int = 0) -> Tensor:
-        """Return the mean loss per label of a batch; differentiable, and in the mode of the model.
-
-        ``number`` is the index of the batch: masked tokens are drawn with the seed plus this number.
-        """
-        losses = self.sequences(model, batch, number)
-        return losses.total.sum() / losses.count.sum()
-
-    def sequences(self, model: nn.Module, batch: Batch, number: int = 0) -> SequenceLosses:
-        """Return the sum of the loss over the labels of each sequence, and the number of labels."""
-        return self.loss.read(*self._run(model, batch, number))
-
-    def mean(self, model: nn.Module, batches: Iterable[Batch]) -> float:
-        """Return the mean loss per label of all batches, in evaluation mode and without gradients."""
-        total = count = 0.0
-        with eval_mode(model), torch.no_grad():
-            for number, batch in enumerate(batches):
-                losses = self.sequences(model, batch, number)
-                total, count = total + float(losses.total.sum()), count + float(losses.count.sum())
-        return total / count if count else math.nan
-
-    def correct(self, model: nn.Module, batch: Batch, number: int = 0) -> tuple[int, int]:
-        """Return the number of labels of a batch that the model predicts, and the number of labels.
-
-        Both are 0 if the labels are not classes.
-        """
-        if not isinstance(self.loss, LabelLoss):
-            return 0, 0
-        with eval_mode(model), torch.no_grad():
-            logits, labels = self.loss.logits_and_labels(*self._run(model, batch, number))
-        counted = labels != IGNORE_INDEX
-        right = (logits[:, : labels.shape[1]].argmax(-1) == labels) & counted
-        return int(right.sum()), int(counted.sum())
-
-    def _run(self, model: nn.Module, batch: Batch, number: int) -> tuple[Any, LossBatch]:
-        prepared = self.loss.prepare(drop_unused_labels(model, batch)[0], batch, number)
-        return run_model(model, to_device(prepared.batch, device_of(model))), prepared
-
-
 def model_loss(
     model: nn.Module, batches: Sequence[Batch], settings: ImportanceSettings | None = None
-) -> ModelLoss:
+) -> Loss:
     """Return the loss that fits a model and its batches, which is run on the first batch for this.
 
     Cost: one forward pass of the first batch.
@@ -109,13 +59,13 @@ def model_loss(
         >>> model = torch.nn.Linear(2, 3)
         >>> batch = torch.ones(4, 2), torch.tensor([0, 1, 2, -100])
         >>> loss = model_loss(model, [batch])
-        >>> loss.name, loss(model, batch).requires_grad, loss.correct(model, batch)[1]
-        ('given labels', True, 3)
+        >>> loss.name, loss(model, batch).requires_grad
+        ('given labels', True)
     """
     inputs = drop_unused_labels(model, batches[0])[0]
     with eval_mode(model), torch.no_grad():
         output = run_model(model, to_device(inputs, device_of(model)))
-    return ModelLoss(choose_loss(model, batches, output, settings or ImportanceSettings())[0])
+    return choose_loss(model, batches, output, settings or ImportanceSettings())[0]
 
 
 def choose_loss(
@@ -162,18 +112,9 @@ def _fitting_loss(model: nn.Module, batch: LossBatch, output: Any, settings: Imp
     if name in makers:
         return makers[name]()
     if name == "own":
-        if returned is None:
-            raise InputError(
-                "loss 'own'", expected="a model that returns its `loss`", got="none",
-                fix=f"Put `labels` into the batches. {LOSS_HINT}",
-            )  # fmt: skip
         return FunctionLoss(lambda output, batch: loss_of(output), "the model's own, one number a batch")
     logits = named_tensor(output, "logits")
-    compared: Loss = StateLoss()
-    if logits is not None and logits.dim() in (2, 3):
-        compared = DivergenceLoss()
-    else:
-        first_floating(output)  # raises if there is nothing to compare
+    compared = DivergenceLoss() if logits is not None and logits.dim() in (2, 3) else StateLoss()
     if labels is not None and settings.loss == "auto":
         compared.note = _unused(labels, "they are not one class per position of the output")
     return compared
@@ -294,7 +235,8 @@ def _masked(batch: LossBatch, mask_token: int | None, seed: int, given: Given) -
         real = real_tokens(inputs, ids.shape).to(ids.device)
         # The first and the last real token are not masked, because they may be [CLS] and [SEP].
         inner = real & (real.cumsum(1) > 1) & (real.flip(1).cumsum(1).flip(1) > 1)
-        drawn = torch.rand(ids.shape, generator=torch.Generator().manual_seed(seed + number)).to(ids.device)
+        generator = torch.Generator().manual_seed(seed + number)
+        drawn = torch.rand(ids.shape, generator=generator, dtype=torch.float32).to(ids.device)
         chosen = inner & (drawn < MASKED_SHARE)
         masked = {**inputs, "input_ids": ids.masked_fill(chosen, mask_token)}
         return LossBatch(masked, original, number, target=ids.masked_fill(~chosen, IGNORE_INDEX))

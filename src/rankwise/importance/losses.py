@@ -2,17 +2,18 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from rankwise._internals.batches import Batch, tensors_of
+from rankwise._internals.batches import Batch, drop_unused_labels, tensors_of, to_device
+from rankwise._internals.forward import device_of, eval_mode, run_model
 from rankwise._internals.linalg import as_float64
 from rankwise.errors import InputError
 
@@ -121,8 +122,6 @@ class SequenceLosses:
     count: Float[Tensor, " B"]
     reference: Float[Tensor, " B"] | None = None
     """Sum by which costs are divided, such as an entropy; None if costs are divided by the loss itself."""
-    cosine: Float[Tensor, " B"] | None = None
-    """Mean cosine between token states and the token states of the whole model."""
 
     @property
     def finite(self) -> Bool[Tensor, " B"]:
@@ -157,6 +156,28 @@ class Loss(ABC):
     @abstractmethod
     def read(self, output: Any, batch: LossBatch) -> SequenceLosses:
         """Return the loss of each sequence, differentiable by the output."""
+
+    def __call__(self, model: nn.Module, batch: Batch, number: int = 0) -> Tensor:
+        """Return the mean loss per label of a batch; differentiable, and in the mode of the model.
+
+        ``number`` is the index of the batch: masked tokens are drawn with the seed plus this number. Raise if
+        the loss compares outputs.
+        """
+        losses = self.read(*self._run(model, batch, number))
+        return losses.total.sum() / losses.count.sum()
+
+    def mean(self, model: nn.Module, batches: Iterable[Batch]) -> float:
+        """Return the mean loss per label of all batches, in evaluation mode and without gradients."""
+        total = count = 0.0
+        with eval_mode(model), torch.no_grad():
+            for number, batch in enumerate(batches):
+                losses = self.read(*self._run(model, batch, number))
+                total, count = total + float(losses.total.sum()), count + float(losses.count.sum())
+        return total / count if count else math.nan
+
+    def _run(self, model: nn.Module, batch: Batch, number: int) -> tuple[Any, LossBatch]:
+        prepared = self.prepare(drop_unused_labels(model, batch)[0], batch, number)
+        return run_model(model, to_device(prepared.batch, device_of(model))), prepared
 
     def probe(self, output: Any, batch: LossBatch, generator: torch.Generator) -> Float[Tensor, " B"]:
         """Return a random projection of the output per sequence; called only if `half` is above 0.
@@ -282,14 +303,11 @@ class StateLoss(Loss):
         return first_floating(output).detach()
 
     def read(self, output: Any, batch: LossBatch) -> SequenceLosses:
-        """Return the relative squared change per sequence, and the mean cosine of tokens before and after."""
+        """Return the relative squared change per sequence."""
         ours, whole, real, norm = self._outputs(output, batch)
         moved = ((ours - whole).square() * real).flatten(1).sum(1)
-        cosine = F.cosine_similarity(ours, whole, dim=-1)
-        tokens = real.flatten(1).sum(1)
-        mean = torch.where(real > 0, cosine[..., None], 0.0).flatten(1).sum(1) / tokens
         ones = torch.ones_like(norm)
-        return SequenceLosses(moved / norm, ones, ones, mean.detach())
+        return SequenceLosses(moved / norm, ones, ones)
 
     def probe(self, output: Any, batch: LossBatch, generator: torch.Generator) -> Tensor:
         """Return ``zᵀ Y / ‖Y‖_F`` with random signs z, because E (zᵀ x)² = ‖x‖² for each change x of Y."""
@@ -328,7 +346,7 @@ class FunctionLoss(Loss):
             raise InputError(
                 f"loss {self.name!r}", expected="a floating-point tensor (B,), or one number",
                 got=f"{tuple(lost.shape)} {lost.dtype}" if isinstance(lost, Tensor) else type(lost).__name__,
-                fix="Let it return the loss of each sequence.",
+                fix="Let the function return the loss of each sequence, or put `labels` into the batches.",
             )  # fmt: skip
         total = as_float64(lost.reshape(-1))
         return SequenceLosses(total, torch.ones_like(total))
@@ -377,7 +395,7 @@ def _fisher_projection(
 ) -> Float[Tensor, " B"]:
     """Return a projection of the logits of the first C tokens of each sequence, where ``counts`` is True."""
     (sequences, tokens), (_, longest, classes) = counts.shape, logits.shape
-    drawn = torch.randn(sequences, tokens, classes, generator=generator).to(logits)
+    drawn = torch.randn(sequences, tokens, classes, generator=generator, dtype=torch.float32).to(logits)
     u = F.pad(drawn, (0, 0, 0, longest - tokens))
     del drawn
     step = max(1, CHUNK // (sequences * classes))

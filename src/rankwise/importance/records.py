@@ -12,7 +12,8 @@ from rankwise._internals.records import Address, Count, Number, Record, format_n
 from rankwise._internals.statistics import spearman
 from rankwise.errors import RecordError
 
-SETTINGS = ("loss", "unit", "reference_name", "ablation", "probes", "seed")
+SETTINGS = ("loss", "unit", "reference_name", "probes", "seed")
+COSTS = ("curvature", "estimate", "exact")
 SUMS = ("sequences", "nonfinite_sequences", "counted", "forward", "backward")
 MORE_TRIES = 16
 """Number of heads that are tried one by one after the first head that exceeds the tolerance."""
@@ -33,8 +34,6 @@ class HeadImportance(Record):
     """Estimated cost of removal, to second order: curvature − ∂L/∂ξ."""
     exact: Number = math.nan
     """Exact cost of removal, by a run without the head."""
-    cosine: Number = math.nan
-    """Mean cosine of token states without the head and with it; only for losses of states."""
     why_not: str = ""
     """Reason why no number is known; empty if a number is known."""
 
@@ -91,13 +90,9 @@ class ImportanceRecord(Record):
     """Number of sequences that were left out because their loss is not finite."""
     counted: Number
     """Number of tokens, labels or sequences that the loss is averaged over."""
-    ablation: Literal["zero", "mean"]
-    """Replacement of the output of a removed head: zero, or its mean."""
     probes: Count
     """Number of random projections of the output per batch."""
     seed: int
-    spearman: Number = math.nan
-    """Rank correlation of estimates and exact costs over heads with both."""
     blocks: list[BlockImportance] = Field(default_factory=list)
     removable: RemovableSet | None = None
     forward: Count = 0
@@ -141,16 +136,14 @@ class Importance:
                     got=" and ".join(map(repr, values)),
                     fix="Audit all shards with the same settings of importance.",
                 )  # fmt: skip
-        tokens = second.counted / (first.counted + second.counted)
-        sequences = second.sequences / (first.sequences + second.sequences)
+        share = second.counted / (first.counted + second.counted)
 
-        shares = dict.fromkeys(HeadImportance.model_fields, tokens) | {"cosine": sequences}
-        del shares["why_not"]
+        def mean(old: object, new: object, name: str) -> float:
+            before: float = getattr(old, name)
+            return before + (getattr(new, name) - before) * share
 
         def joined(old: I, new: I) -> I:
-            means = {
-                name: _mean(getattr(old, name), getattr(new, name), share) for name, share in shares.items()
-            }
+            means = {name: mean(old, new, name) for name in COSTS}
             why_not = min((importance.why_not for importance in (old, new) if importance.why_not), default="")
             return old.model_copy(update=means | {"why_not": why_not})
 
@@ -163,25 +156,19 @@ class Importance:
             {(block.stack, block.layer, block.site): block for block in record.blocks}
             for record in (first, second)
         )
-        value = _mean(first.value, second.value, tokens)
-        reference = _mean(first.reference, second.reference, tokens)
+        value = mean(first, second, "value")
+        is_loss = first.reference_name == "the loss"
         notes = [note for note in (*first.notes, *second.notes) if note != NOT_SEARCHED]
-        heads = self.heads.values()
         self.record = first.model_copy(
             update={name: getattr(first, name) + getattr(second, name) for name in SUMS}
             | {
                 "value": value,
-                "reference": abs(value) if first.reference_name == "the loss" else reference,
+                "reference": abs(value) if is_loss else mean(first, second, "reference"),
                 "blocks": [joined(block, more[key]) for key, block in blocks.items() if key in more],
                 "removable": None,
                 "notes": [*dict.fromkeys(notes), *([NOT_SEARCHED] if self.heads else [])],
-                "spearman": spearman([head.estimate for head in heads], [head.exact for head in heads]),
             }
         )
-
-
-def _mean(first: float, second: float, share: float) -> float:
-    return first + (second - first) * share
 
 
 @dataclass(frozen=True)

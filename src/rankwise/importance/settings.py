@@ -9,8 +9,6 @@ from rankwise.importance.losses import LossFunction
 LossName = Literal["auto", "causal", "masked", "encoder-decoder", "labels", "own", "output"]
 LOSSES: tuple[LossName, ...] = get_args(LossName)
 """Names of the losses that `ImportanceSettings` accepts."""
-Ablation = Literal["zero", "mean"]
-ABLATIONS: tuple[Ablation, ...] = get_args(Ablation)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +20,6 @@ class ImportanceSettings:
     Args:
         exact: also remove heads one by one; audits remove only measured state-space channels.
         estimates: compute gradients.
-        ablation: what replaces the output of a removed head: ``zero``, or its ``mean`` over real tokens.
         tolerance: allowed cost of removing a set of heads together, as a fraction of the loss. If the loss
             measures change, a fraction of the entropy of predictions or the squared norm. None: no search.
         loss: a name in `rankwise.importance.LOSSES`, or a function of (output, batch). It cannot read what a
@@ -37,7 +34,6 @@ class ImportanceSettings:
 
     exact: bool = False
     estimates: bool = True
-    ablation: Ablation = "zero"
     tolerance: float | None = 0.01
     loss: LossName | LossFunction = "auto"
     probes: int = 8
@@ -45,7 +41,6 @@ class ImportanceSettings:
     mask_token: int | None = None
 
     def __post_init__(self) -> None:
-        one_of("`ablation`", self.ablation, ABLATIONS)
         if not callable(self.loss):
             one_of("loss", self.loss, LOSSES)
         if self.tolerance is not None:

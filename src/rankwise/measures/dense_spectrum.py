@@ -10,7 +10,7 @@ CPU each part runs on one thread, and several parts run in parallel (`rankwise._
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -44,7 +44,7 @@ entries then neither overflow nor underflow float64."""
 
 def gram_or_svd(
     matrices: Float64[Tensor, "N T S"],
-    thresholds: Sequence[float] = (),
+    delta: float | None = None,
     rtol: float | None = EFFECTIVE_RTOL,
     relative: float | None = None,
 ) -> tuple[Float64[Tensor, "N R"], Float64[Tensor, " N"], Float64[Tensor, " N"]]:
@@ -52,7 +52,7 @@ def gram_or_svd(
 
     Args:
         matrices: finite matrices.
-        thresholds: absolute thresholds δ at which the number of singular values ≥ δ must be exact.
+        delta: absolute threshold δ at which the number of singular values ≥ δ must be exact.
         rtol: largest relative error of the effective rank; None to skip this check.
         relative: threshold, as a fraction of σ_1, at which the number of singular values must be exact too.
 
@@ -65,7 +65,7 @@ def gram_or_svd(
     with torch.no_grad():
         spectrum = gram_spectrum(matrices)
         decided = torch.ones_like(spectrum.scale, dtype=torch.bool)
-        for delta in thresholds:
+        if delta is not None:
             decided &= spectrum.decides_count(delta)
         if relative is not None:
             decided &= spectrum.decides_relative_count(relative)

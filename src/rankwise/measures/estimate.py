@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -21,7 +21,7 @@ from rankwise.measures.quadrature import (
     Numbers,
     TraceEstimator,
 )
-from rankwise.measures.rank import Estimate, RankEstimates
+from rankwise.measures.rank import Estimate
 from rankwise.measures.registry import Mixing, as_operator
 from rankwise.operators import MixingOperator
 
@@ -81,16 +81,6 @@ class SpectrumEstimate:
         """
         check_delta(delta)
         return _each(self._matrices, self.products, lambda matrix: matrix.relative_count(delta))
-
-    def estimates(self, deltas: Sequence[float]) -> RankEstimates:
-        """Return all ranks: `count` at each threshold, `relative_count` at the first, and the other ranks."""
-        return RankEstimates(
-            tuple(self.count(delta) for delta in deltas),
-            self.relative_count(deltas[0]),
-            self.effective_rank,
-            self.stable_rank,
-            self.sigma_max,
-        )
 
 
 def estimate_spectrum(op: Mixing, probes: int = 16, steps: int = 64, seed: int = 0) -> SpectrumEstimate:

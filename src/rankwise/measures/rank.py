@@ -1,7 +1,6 @@
 """Singular values of mixing matrices (operators), and numerical, effective and stable rank."""
 
 import math
-from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -17,7 +16,6 @@ from rankwise.measures.registry import Mixing, measure
 __all__ = [
     "DELTA",
     "Estimate",
-    "RankEstimates",
     "RankSummary",
     "effective_rank",
     "numerical_rank",
@@ -40,18 +38,6 @@ class Estimate(NamedTuple):
     """Upper end of the 95 % interval."""
 
 
-class RankEstimates(NamedTuple):
-    """All ranks of each matrix in a batch, exact or estimated."""
-
-    numerical: tuple[Estimate, ...]
-    """Number of singular values ≥ δ, one estimate per threshold δ."""
-    relative: Estimate
-    """Number of singular values ≥ δσ_1 for the first threshold δ."""
-    effective: Estimate
-    stable: Estimate
-    sigma_max: Estimate
-
-
 class RankSummary(NamedTuple):
     """All ranks of each matrix in a batch, from one decomposition; NaN for a matrix with NaN or infinity."""
 
@@ -69,16 +55,6 @@ class RankSummary(NamedTuple):
     """1 if the SVD was computed because rounding in the Gram matrix could have changed a rank, else 0."""
     scale_free_rank: Float64[Tensor, "*batch"]
     """Number of singular values ≥ δσ_1; independent of the scale of M, and 0 for the zero matrix."""
-
-    def estimates(self, deltas: Sequence[float]) -> RankEstimates:
-        """Return the ranks as estimates whose standard error is 0, because they are exact.
-
-        Args:
-            deltas: thresholds δ, one numerical rank each.
-        """
-        numerical = tuple(_exactly(_count(self.singular_values, delta)) for delta in deltas)
-        others = (self.scale_free_rank, self.effective_rank, self.stable_rank, self.sigma_max)
-        return RankEstimates(numerical, *map(_exactly, others))
 
 
 @measure("matrices", degree=1)
@@ -98,30 +74,23 @@ def singular_values(op: Mixing) -> Float64[Tensor, "*batch N"]:
     return sigma * scale[..., None]
 
 
-def rank_summary(
-    op: Mixing,
-    delta: float = DELTA,
-    exact: bool = False,
-    relative: bool = False,
-) -> RankSummary:
+def rank_summary(op: Mixing, delta: float = DELTA, exact: bool = False) -> RankSummary:
     """Compute the singular values and all ranks of each matrix from one decomposition.
 
     Cost: T S min(T, S) + (4/3)·min(T, S)³ operations and O(T S) memory per matrix, about 40 % of the time of
     `singular_values`. The SVD, which takes the full time, is computed if ``exact`` is True, if min(T, S) <
     96, if a gradient is required, and for each matrix with ``used_svd``.
     Numerics: σ = √λ, where λ are the float64 eigenvalues of the smaller Gram matrix (M Mᵀ or MᵀM). The error
-    of λ is at most e = 4·max(T, S)·1e-16·‖M‖_F², and the error of σ at most min(√e, e/σ). If some λ is within
-    e of δ², or if e could change the effective rank by 1 %, the SVD of the matrix is computed instead. So
-    numerical ranks always equal the counts by the SVD. For softmax and hardmax heads up to T = 1,024 no
-    effective rank changed by more than 1e-4. With k = max(T, S), n = min(T, S) and r the stable rank, the
-    relative error is at most k·ε·r for σ_1, and 2k·ε·(r + √n) for r: below 1e-10 up to T = S = 460.
+    of λ is at most e = 4·max(T, S)·1e-16·‖M‖_F², and the error of σ at most min(√e, e/σ). If e could move
+    some σ across δ or δσ_1, or change the effective rank by 1 %, the SVD of the matrix is computed instead.
+    So numerical and scale-free ranks always equal the counts by the SVD. For softmax and hardmax heads up to
+    T = 1,024 no effective rank changed by more than 1e-4. With k = max(T, S), n = min(T, S) and r the stable
+    rank, the relative error is at most k·ε·r for σ_1, and 2k·ε·(r + √n) for r: below 1e-10 up to T = S = 460.
 
     Args:
         op: mixing operator, or tensor (..., T, S) with a row per token and a column per source.
         delta: absolute threshold δ of the numerical rank.
         exact: True to compute the SVD of every matrix; each singular value then has an error of 1e-16·σ_1.
-        relative: True to compute the SVD also if rounding could move a singular value across δσ_1. If δ is
-            below about 1e-7, the SVD is then computed for all matrices.
 
     Raises:
         RankwiseError: if ``delta`` is not finite and positive.
@@ -136,7 +105,7 @@ def rank_summary(
     if exact:
         sigma, scale = map_parts(op, "`rank_summary`", scaled_svd)
         return _summarize(sigma, scale, delta)
-    decompose = partial(gram_or_svd, thresholds=(delta,), relative=delta if relative else None)
+    decompose = partial(gram_or_svd, delta=delta, relative=delta)
     sigma, scale, used_svd = map_parts(op, "`rank_summary`", decompose)
     return _summarize(sigma, scale, delta)._replace(used_svd=used_svd)
 
@@ -167,7 +136,7 @@ def numerical_rank(op: Mixing, delta: float = DELTA) -> Float64[Tensor, "*batch"
         (2.0, 1.0)
     """
     check_delta(delta)
-    sigma, scale, _ = map_parts(op, "`numerical_rank`", lambda x: gram_or_svd(x.detach(), (delta,), None))
+    sigma, scale, _ = map_parts(op, "`numerical_rank`", lambda x: gram_or_svd(x.detach(), delta, None))
     return _count(sigma * scale[..., None], delta)
 
 
@@ -220,10 +189,6 @@ def _summarize(scaled: Tensor, scale: Tensor, delta: float) -> RankSummary:
         scale_free_rank=_relative_count(scaled, delta),
         used_svd=torch.zeros_like(sigma[..., 0]).masked_fill(sigma[..., 0].isnan(), math.nan),
     )
-
-
-def _exactly(value: Tensor) -> Estimate:
-    return Estimate(value, torch.zeros_like(value).masked_fill(value.isnan(), math.nan), value, value)
 
 
 def _count(sigma: Tensor, delta: float) -> Tensor:

@@ -2,20 +2,16 @@
 
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from safetensors.torch import save_file
-
-from rankwise._internals.batches import Batch, tensors_of
-from rankwise._internals.files import writable_folder, write_file
+from rankwise._internals.files import writable_folder
 from rankwise.auditing import Audit
 from rankwise.auditing.history import History
 from rankwise.errors import InputError, first_line
 
 logger = logging.getLogger("rankwise.monitor")
-PROBE = "probe.safetensors"
 
 
 class AuditFolder:
@@ -55,8 +51,6 @@ class AuditFolder:
                 with suppress(OSError):  # the user may keep other files in the folder
                     path.unlink(missing_ok=True)
                     path.parent.rmdir()
-            with suppress(OSError):  # an earlier run that stopped leaves its probe
-                (self.folder / PROBE).unlink(missing_ok=True)
         return History(
             (number, Audit.load(path)) for number, path in audits.items() if number < step and resume
         )
@@ -81,16 +75,6 @@ class AuditFolder:
                 cause,
             )
         return cause
-
-    def write_probe(self, batches: Sequence[Batch]) -> str:
-        """Write the probe batches next to the audits; return an empty string, or the cause if it failed."""
-        tensors = {
-            f"{number}.{name}": tensor.detach().cpu().contiguous()
-            for number, batch in enumerate(batches)
-            for name, tensor in tensors_of(batch).items()
-        }
-        path = self.folder / PROBE
-        return _why_not_written(lambda: write_file(path, lambda target: save_file(tensors, target), "probe"))
 
     def finish(self, history: History) -> Path | None:
         """Write all audits and an HTML page; return the path of the page, or None with a logged warning."""

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,14 +23,14 @@ from rankwise._internals.forward import (
 from rankwise._internals.records import grouped
 from rankwise._internals.torch_private import preserve_state
 from rankwise.auditing import Audit, audit
-from rankwise.auditing.batches import check_rows
+from rankwise.auditing.batches import check_tokens
 from rankwise.auditing.comparison import layer_means
 from rankwise.auditing.findings import check_codes
 from rankwise.auditing.history import History
 from rankwise.auditing.match_findings import finding_changes
 from rankwise.auditing.records import Finding
 from rankwise.auditing.remedies import remedy_text
-from rankwise.auditing.settings import AuditOptions, AuditSettings, check_callable
+from rankwise.auditing.settings import AuditSettings, check_callable
 from rankwise.errors import InputError, first_line, whole_number
 from rankwise.monitor.folder import AuditFolder
 
@@ -110,7 +110,7 @@ class RankMonitor:
         resume: bool = False,
         log: Callable[[dict[str, float], int], None] | None = None,
         on_finding: Callable[[int, Finding], None] | None = None,
-        **options: Unpack[AuditOptions],
+        **options: Any,
     ) -> None:
         self.batches = _checked_probe(probe)
         self.every = whole_number("`every`", every, fix=f"Take {EVERY}.")
@@ -142,7 +142,7 @@ class RankMonitor:
             AuditError: at the first call, if the model cannot run on the probe, but has the memory for it.
             CaptureError: at the first call, if no mixer of the model can be captured.
             InputError: if the step is not a whole number. At the first call, if the folder cannot be used or
-                a sequence of the probe contains only padding.
+                a batch of the probe has no tokens.
             KeyboardInterrupt: if Ctrl-C interrupts the audit, which is then discarded.
         """
         step, first = _step_number(step), self._last_step is None
@@ -246,7 +246,7 @@ class RankMonitor:
     def _begin(self, model: nn.Module, step: int) -> None:
         """Check the probe and the folder at the first step, and read the audits of a resumed run."""
         for number, batch in enumerate(self.batches, 1):
-            check_rows(model, batch, number)
+            check_tokens(batch, number)
         if self._audit_folder is not None:
             for earlier, saved in self._audit_folder.begin(
                 step, resume=self._resume, writes=_is_first_process()
@@ -257,17 +257,14 @@ class RankMonitor:
         )  # first multiple of `every` that is not below the step
 
     def _report(self, step: int, result: Audit, new: Sequence[Finding], stops_now: bool) -> None:
-        unsaved = {} if self._audit_folder is None else {"audit": self._audit_folder.write(step, result)}
+        unsaved = "" if self._audit_folder is None else self._audit_folder.write(step, result)
         for code, (first, *others) in grouped(new, lambda finding: finding.code).items():
             if first.severity != "info" or code in self.stop_on:
                 more = f" and {len(others)} more" if others else ""
                 logger.warning("step %d: %s at %s%s: %s", step, code, first.place, more, first.meaning)
         if stops_now and self.stopped_by is not None:
-            where = ""
-            if self._audit_folder is not None:
-                unsaved["probe"] = self._audit_folder.write_probe(self.batches)
-                causes = [f"{name} not saved ({cause})" for name, cause in unsaved.items() if cause]
-                where = f"; {' and '.join(causes) or 'audit and probe'} in {self.folder}"
+            saved = f"audit not saved ({unsaved})" if unsaved else "audit"
+            where = "" if self.folder is None else f"; {saved} in {self.folder}"
             stop, rule = self.stopped_by, ""
             if stop.code == "COLLAPSE":
                 states = [state for state in result.states if state.stack == stop.where.stack]

@@ -111,8 +111,8 @@ def running_sum(
     if rate is None:
         return x.cumsum(1) + start[:, None]
     batch, tokens = x.shape[:2]
-    real = torch.ones(batch, tokens, device=rate.device) if mask is None else mask.to(rate.device)
-    age = real.double().cumsum(1)  # number of real tokens up to each token, which is the number of decays
+    real = rate.new_ones(batch, tokens) if mask is None else mask.to(rate)
+    age = real.cumsum(1)  # number of real tokens up to each token, which is the number of decays
     sums, before, base = [], torch.zeros_like(age[:, :1]), start
     for low in range(0, tokens, BLOCK):
         here = age[:, low : low + BLOCK] - before

@@ -47,7 +47,7 @@ class RandomHead:
         """Draw queries and keys: orthonormal rows times Gaussian weights are Gaussian, whatever D is."""
         stream = np.random.SeedSequence((self.seed, trial, 2)).generate_state(1)
         generator = torch.Generator().manual_seed(int(stream[0]))
-        return torch.randn(2, self.tokens, head_dim, generator=generator)
+        return torch.randn(2, self.tokens, head_dim, generator=generator, dtype=torch.float32)
 
 
 def count_winners(query: Float[Tensor, "T K"], key: Float[Tensor, "T K"], mask: str = "full") -> int:
@@ -85,7 +85,7 @@ def hardmax_ranks(
     hit = np.zeros((len(head_dims), tokens), dtype=bool)
     for start in range(0, tokens, rows):
         factors = query[start : start + rows, : head_dims[-1]].float().mT.unsqueeze(-1).contiguous()
-        scores = torch.zeros(factors.shape[1], tokens)
+        scores = torch.zeros(factors.shape[1], tokens, dtype=torch.float32)
         if mask == "causal":
             ahead = torch.arange(tokens) > torch.arange(start, start + len(scores))[:, None]
             scores.masked_fill_(ahead, -torch.inf)  # masked scores stay −∞ when products are added

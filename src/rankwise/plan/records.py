@@ -4,8 +4,8 @@ from typing import Literal
 
 from pydantic import Field
 
+from rankwise._internals.files import SavedRecord
 from rankwise._internals.records import Address, Number, Record
-from rankwise._internals.saved_records import SavedRecord
 
 
 class HeadDimCost(Record):

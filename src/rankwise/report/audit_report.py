@@ -1,6 +1,5 @@
 """Build the report on an audit: verdict, findings, heads, token states, importance and provenance."""
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -9,7 +8,7 @@ from operator import attrgetter
 from typing import Any
 
 from rankwise._internals.records import MISSING, format_number, grouped
-from rankwise._internals.statistics import mean, spearman
+from rankwise._internals.statistics import mean
 from rankwise.auditing.importance_findings import describe_removable, estimate_words, whole_words
 from rankwise.auditing.measure_table import (
     DRAWN,
@@ -27,17 +26,12 @@ from rankwise.report.document import Document, Items, Section, Table, nonempty
 from rankwise.report.figures import depth_curves, has_room, map_layout, membership_maps, severity_signs
 from rankwise.report.finding_links import Target, common_notes, find_targets, finding_items, severities_of
 from rankwise.report.format import RANK, count, model_name, round_for_page
-from rankwise.report.head_columns import Column, head_columns
-from rankwise.report.head_details import opening_head, pack_attention_maps, pack_spectra
+from rankwise.report.head_columns import head_columns
+from rankwise.report.head_details import pack_attention_maps, pack_spectra
 from rankwise.report.heatmap_grid import Grid, grids_of
 
-LEAST_MAP_BYTES = 30_000
-"""Bytes that attention maps may always take, even on a page that is too large without them."""
-FEW_POINTS = 32
-"""Number of points per spectrum on a page that is too large with more points."""
 MOST_LAYERS, FEW_LAYERS = 16, 5
 """Maximum number of layers on the first screen, without and with errors."""
-COST = "removal_cost"
 _CONSOLE_HEADS = [measure for measure in HEAD_MEASURES if measure.console]
 _STATES = sorted(STATE_MEASURES, key=lambda measure: not measure.console)
 """Measures of token states, those of the console first."""
@@ -52,33 +46,26 @@ def audit_document(audit: Audit) -> Document:
     numbers = [_console_layers(grid, audit.heads) for grid in grids]
     numbers += [_console_states(*stack) for stack in grouped(audit.states, attrgetter("stack")).items()]
     uncaptured = [[module.name, module.type, module.reason] for module in audit.uncaptured]
-    columns = head_columns(audit.heads)
-    scatter = _scatter(audit, columns)
     about = audit.provenance
 
-    def data(excess: int) -> dict[str, Any]:
-        flagged = list(severities_of(audit.findings, targets))
-        data = {
-            "delta": about.delta,
-            "grids": [_grid_data(grid, audit, targets) for grid in grids],
-            "heads": _head_data(audit.heads, grids),
-            "columns": [column.data() for column in columns],
-            "texts": audit.texts,
-            "opening": opening_head(audit.heads, flagged),
-            "targets": [asdict(target) for target in targets],
-            "findings": [[finding.severity, finding.code, finding.meaning] for finding in audit.findings],
-            "costs": _head_costs(audit),
-            "scatter": scatter,
-            **_spectra(audit),
-            **_maps(audit, flagged),
-        }
-        if excess > 0 and data["maps"]:
-            before, maps = len(json.dumps(data)), len(json.dumps(data["maps"]))
-            data |= _spectra(audit, FEW_POINTS)
-            excess -= before - len(json.dumps(data))
-            data |= _maps(audit, flagged, max(maps - excess, LEAST_MAP_BYTES))
-        return data
-
+    flagged = list(severities_of(audit.findings, targets))
+    initial = [[] if head.at_init is None else head.at_init.spectrum for head in audit.heads]
+    maps, omitted = pack_attention_maps(audit, flagged)
+    data = {
+        "delta": about.delta,
+        "grids": [_grid_data(grid, audit, targets) for grid in grids],
+        "heads": _head_data(audit.heads, grids),
+        "columns": [column.data() for column in head_columns(audit.heads)],
+        "texts": audit.texts,
+        "opening": next(iter([*flagged, *range(len(audit.heads))]), None),
+        "targets": [asdict(target) for target in targets],
+        "findings": [[finding.severity, finding.code, finding.meaning] for finding in audit.findings],
+        "costs": _head_costs(audit),
+        "spectra": pack_spectra([head.spectrum for head in audit.heads]),
+        "initial_spectra": pack_spectra(initial) if any(initial) else None,
+        "maps": maps,
+        "maps_omitted": omitted,
+    }
     return Document(
         command="rankwise audit",
         heading=model_name(about.model).removeprefix("the "),
@@ -96,7 +83,7 @@ def audit_document(audit: Audit) -> Document:
                 "Tokens after each block, from the input (0) on. Bands: ± one standard deviation.",
                 figures=depth,
             ),
-            _importance(audit, has_scatter=scatter is not None),
+            _importance(audit),
             Section(
                 "memberships",
                 "Memberships",
@@ -308,14 +295,14 @@ def _origin(audit: Audit) -> list[tuple[str, str]]:
         ("Parameters", parameters), ("Data", about.data), ("Sequences", sequences),
         ("Threshold δ", str(about.delta)), ("Method", about.rank_method),
         ("Model's dtype", about.model_dtype),
-        ("Measured in", about.measure_dtype), ("Device", about.device), ("Initialization", initial),
+        ("Device", about.device), ("Initialization", initial),
         ("Created", about.created), ("Complete", "yes" if audit.complete else "no"),
         ("Versions", versions), ("Command", about.command),
     ]  # fmt: skip
     return [(name, value) for name, value in facts if value]
 
 
-def _importance(audit: Audit, *, has_scatter: bool) -> Section:
+def _importance(audit: Audit) -> Section:
     """Return the section on the costs of removing heads and blocks; it is empty if none were measured."""
     importance = audit.importance
     if importance is None or not any(head.importance for head in audit.heads):
@@ -329,7 +316,7 @@ def _importance(audit: Audit, *, has_scatter: bool) -> Section:
         removable = describe_removable(importance, heads, math.nan) if heads.heads else removable
     facts = [
         ("Loss", f"{importance.loss}: {whole}" if whole else importance.loss),
-        ("Costs of heads", f"{methods}; {importance.ablation} in a head's place"),
+        ("Costs of heads", f"{methods}; zero in a head's place"),
         *estimate_words([head.importance for head in audit.heads], importance.blocks),
         *([("Heads that can be removed together", removable)] if removable else []),
         *(("Note", note) for note in importance.notes),
@@ -350,31 +337,12 @@ def _importance(audit: Audit, *, has_scatter: bool) -> Section:
         "loss depends on the head.",
         facts=facts,
         tables=[blocks],
-        include="importance.html" if has_scatter else "",
     )
 
 
 def _cost(importance: ImportanceRecord, cost: float) -> str:
     loss_share = importance.share(cost)
     return format_number(cost, 4) + ("" if math.isnan(loss_share) else f" ({loss_share:.1%})")
-
-
-def _scatter(audit: Audit, columns: Sequence[Column]) -> dict[str, Any] | None:
-    """Return axis title and rank correlations for the scatter plot of measures against the removal cost."""
-    values = {column.name: column.values for column in columns if column.meaning}
-    if audit.importance is None or COST not in values:
-        return None
-    is_exact = all(
-        head.importance is None or head.importance.why_not or head.importance.method == "exact"
-        for head in audit.heads
-    )
-    return {
-        "cost": COST,
-        "axis": f"cost of removal{'' if is_exact else ', estimated'}, {audit.importance.unit}",
-        "correlations": {
-            name: spearman(numbers, values[COST]) for name, numbers in values.items() if name != COST
-        },
-    }
 
 
 def _head_costs(audit: Audit) -> dict[str, Any] | None:
@@ -390,18 +358,6 @@ def _head_costs(audit: Audit) -> dict[str, Any] | None:
         "exact": [round_for_page(cost.exact) for cost in costs],
         "estimate": [round_for_page(cost.estimate) for cost in costs],
     }
-
-
-def _maps(audit: Audit, flagged: Sequence[int], room: int | None = None) -> dict[str, Any]:
-    maps, omitted = pack_attention_maps(audit, flagged, room)
-    return {"maps": maps, "maps_omitted": omitted}
-
-
-def _spectra(audit: Audit, points: int = 64) -> dict[str, Any]:
-    spectra = [head.spectrum for head in audit.heads]
-    initial = [[] if head.at_init is None else head.at_init.spectrum for head in audit.heads]
-    packed = pack_spectra(initial, points) if any(initial) else None
-    return {"spectra": pack_spectra(spectra, points), "initial_spectra": packed}
 
 
 def _grid_data(grid: Grid, audit: Audit, targets: Sequence[Target]) -> dict[str, Any]:

@@ -74,7 +74,12 @@ def comparison_document(comparison: Comparison) -> Document:
         verdict=Verdict(sentence=_verdict(comparison)),
         sections=nonempty(
             Section("structure", "The architectures differ", tables=[_structure(comparison)]),
-            Section("totals", "Totals", tables=[_totals(comparison)], on_console=bool(comparison.structure)),
+            Section(
+                "totals",
+                "Totals",
+                tables=[_totals(comparison)],
+                on_console=bool(comparison.structure or only),
+            ),
             Section("findings", "Findings", lists=finding_lists(comparison)),
             Section("maps", "Where heads changed", colors + not_drawn, figures=maps, choice="Measure"),
             Section("layers", "Layers", tables=layers),
@@ -302,13 +307,12 @@ def _loss_curve(history: History, names: Sequence[str]) -> list[Figure]:
 
 
 def _charts(history: History, names: Sequence[str], of: str, measures: Sequence[Measure]) -> list[Figure]:
-    """Draw one figure per measure and stack, for removal costs one per loss: losses differ in units."""
+    """Draw one figure per measure and stack."""
     order = {measure.name: (place, measure) for place, measure in enumerate(measures)}
-    lines: dict[tuple[str, str, str, bool], dict[str, Any]] = defaultdict(dict)
+    lines: dict[tuple[str, str, bool], dict[str, Any]] = defaultdict(dict)
     for key, points in history.curves().items():
-        name, _, quantity = key.measure.partition(" of ")
-        if key.of == of and name in order:
-            lines[name, quantity, key.stack, key.cross][f"layer {key.layer}"] = points
+        if key.of == of and key.measure in order:
+            lines[key.measure, key.stack, key.cross][f"layer {key.layer}"] = points
     return [
         step_curves(
             f"history-{of}-{name}",
@@ -316,11 +320,9 @@ def _charts(history: History, names: Sequence[str], of: str, measures: Sequence[
             points,
             history.steps,
             names if history.counted else (),
-            " · ".join(filter(None, [f"{stack}{', cross' if cross else ''}", quantity])),
+            f"{stack}{', cross' if cross else ''}",
         )
-        for (name, quantity, stack, cross), points in sorted(
-            lines.items(), key=lambda item: order[item[0][0]][0]
-        )
+        for (name, stack, cross), points in sorted(lines.items(), key=lambda item: order[item[0][0]][0])
     ]
 
 

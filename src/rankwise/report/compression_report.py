@@ -1,16 +1,12 @@
 """Build the report on a compression."""
 
-import html
 import math
-import shlex
-from typing import Any
 
 from rankwise._internals.records import MISSING, format_number
 from rankwise._internals.statistics import mean
 from rankwise.auditing.records import Verdict
 from rankwise.compression.records import Compression, HeadWidth
-from rankwise.report.document import Document, Figure, Section, Table, nonempty
-from rankwise.report.figures import MapCell, cell_map
+from rankwise.report.document import Document, Section, Table, nonempty
 from rankwise.report.format import model_name
 
 
@@ -18,13 +14,6 @@ def compression_document(record: Compression) -> Document:
     """Return the report on a compression: cost, savings, remaining width per head, layers and next steps."""
     removed = [head for head in record.heads if head.part == "heads"]
     narrowed = [head for head in record.heads if head.part != "heads"]
-    figures = []
-    if removed:
-        figures.append(_width_map("heads", "Width of the values of each head", removed, "0: removed."))
-    if narrowed:
-        figures.append(_width_map("widths", "Remaining width of each key head", narrowed, ""))
-    if record.curves and record.attention_kl > 0:
-        figures.append(_curves(record))
     left_out = [[site, reason] for site, reason in record.left_out.items()]
     left = Table("Unchanged", ["attention layer", "why"], left_out)
     return Document(
@@ -35,13 +24,11 @@ def compression_document(record: Compression) -> Document:
         verdict=Verdict(sentence=_headline(record, removed, narrowed)),
         sections=nonempty(
             Section("costs", "Costs and savings", tables=[_costs(record), _savings(record)]),
-            Section("widths", "Remaining widths", figures=figures),
             Section("layers", "Layers", tables=[_latents(record), _layers(record), left]),
-            Section("next", "Next steps", code=_next_steps(record)),
+            Section("next", "Load the model", code=record.about.get("load", "")),
         ),
         notes=record.notes,
         origin=[(name, value) for name, value in record.about.items() if name != "load"],
-        complete=record.complete,
     )
 
 
@@ -87,9 +74,6 @@ def _costs(record: Compression) -> Table:
     if math.isfinite(record.loss_before):
         losses = record.loss_before, record.loss_after
         rows.append(["loss", *(format_number(loss, 4) for loss in losses)])
-    if record.metric:
-        shares = record.metric_before, record.metric_after
-        rows.append([record.metric, *(format_number(share, 4) for share in shares)])
     note = (
         f"Measured on {record.measured_on}. Attention KL is KL(M‖M′) with M of the original, mean over rows, "
         "heads and layers, each layer with the inputs of the original."
@@ -110,63 +94,6 @@ def _savings(record: Compression) -> Table:
         numbers = (format_number(number, 2) for number in (before, after, after / before))
         rows.append([f"{record.timed}, ms", *numbers])
     return Table("Savings", ["", "before", "after", "after/before"], rows)
-
-
-def _width_map(name: str, title: str, shown: list[HeadWidth], caption: str) -> Figure:
-    """Draw the remaining width of some heads: layers as rows, heads as columns."""
-    sites = list(dict.fromkeys(head.site for head in shown))
-    columns = list(range(max(head.head for head in shown) + 1))
-    cells = {(head.site, head.head): head for head in shown}
-    several = len({head.stack for head in shown}) > 1
-    names = {head.site: f"{head.stack if several else ''} {head.layer}".strip() for head in shown}
-    return cell_map(
-        name,
-        title,
-        [[_width_cell(cells.get((site, number))) for number in columns] for site in sites],
-        [names[site] for site in sites],
-        [str(number) for number in columns],
-        caption=f"Darker: a larger share of the width remains. {caption}",
-    )
-
-
-def _width_cell(head: HeadWidth | None) -> MapCell | None:
-    if head is None:
-        return None
-    hover = f"layer {head.layer}, head {head.head}: {head.width} of {head.before}"
-    if not math.isnan(head.kl_calibrated):
-        hover += f", attention KL {head.kl_calibrated:.4f} nats on the calibration data"
-    return MapCell(head.width / head.before, str(head.width), hover)
-
-
-def _curves(record: Compression) -> Figure:
-    """Draw attention KL against mean width for each method, and the point of this model."""
-    lines = [
-        (html.escape(curve.method), "lines+markers", [(x.width, x.kl) for x in curve.points if x.kl > 0])
-        for curve in record.curves
-    ]
-    lines.append(("this model", "markers", [(record.mean_width, record.attention_kl)]))
-    traces: list[dict[str, Any]] = [
-        {
-            "type": "scatter",
-            "mode": mode,
-            "name": name,
-            "x": [width for width, _ in points],
-            "y": [kl for _, kl in points],
-            "meta": {"series": number},
-        }
-        for number, (name, mode, points) in enumerate(lines)
-    ]
-    traces[-1]["marker"] = {"size": 12, "symbol": "diamond"}
-    widths = sorted({width for trace in traces[:-1] for width in trace["x"]})
-    ticks = {"tickangle": 0, "tickvals": widths, "ticktext": [f"{width:g}" for width in widths]}
-    layout = {
-        "height": 320,
-        "showlegend": True,
-        "xaxis": {"type": "log", "title": {"text": "mean width of a head"}} | ticks,
-        "yaxis": {"type": "log", "dtick": "D2", "title": {"text": "attention KL, nats"}},
-    }
-    note = f"Curves are on the calibration data, before calibration; this model is on {record.measured_on}."
-    return Figure("curve", "Attention KL against mean width", traces, layout, note)
 
 
 def _latents(record: Compression) -> Table:
@@ -193,19 +120,3 @@ def _layers(record: Compression) -> Table:
     columns = ["layer", "widths of its heads", "mean", "attention KL", "error of states"]
     note = "Error of states: ‖y′ − y‖/‖y‖ after the layer in the compressed model, first batch."
     return Table("Layers", columns, rows, note=note)
-
-
-def _next_steps(record: Compression) -> str:
-    """Return commands for the compressed model; empty if it was not written by `rankwise compress`."""
-    about = record.about
-    if "folder" not in about or "load" not in about:
-        return ""
-    lines = [about["load"]]
-    if option := about.get("data", ""):
-        code = " --trust-remote-code" if "trust_remote_code=True" in about["load"] else ""
-        code += " --loss" if math.isfinite(record.loss_before) else ""
-        models = {"before": about.get("source", ""), "after": shlex.quote(about["folder"])}
-        lines += [f"rankwise audit {model} {option}{code} --out {name}" for name, model in models.items()]
-        lines.append("rankwise compare before after")
-    back = f"# back: {about.get('source', 'the original')} is unchanged, load it instead"
-    return "\n".join([*lines, back])

@@ -1,8 +1,8 @@
 """Define `Document`, the content of a report, which the console and the page show."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from operator import attrgetter
 from typing import Any, Literal
@@ -169,9 +169,8 @@ class Document:
     """Tables of the console's first screen; if there are any, it shows sections only if `verbose`."""
     hints: Sequence[str] = ()
     """Lines below these tables: how to read them, and what was not measured."""
-    data: Callable[[int], Mapping[str, Any]] = lambda excess: {}
-    """Function that returns data for templates and scripts; its argument is the page's excess size in bytes.
-    """
+    data: Mapping[str, Any] = field(default_factory=dict)
+    """Data for templates and scripts of the page."""
 
 
 def nonempty(*sections: Section) -> list[Section]:

@@ -5,14 +5,15 @@ import json
 import math
 import zlib
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rankwise.auditing.records import AttentionMap, HeadRecord
+from rankwise.auditing.records import AttentionMap
 from rankwise.auditing.result import Audit
-from rankwise.report.format import RANK, round_for_page
+from rankwise.report.format import round_for_page
 
 SMALLEST = 1e-12
 """Ratio to the largest singular value below which values are float64 rounding noise, and are not drawn."""
@@ -27,13 +28,13 @@ RESOLUTIONS = ((128, 254), (128, 126), (128, 62), (128, 30), (64, 62), (64, 30),
 """Resolutions to try, finest first: (maximum rows and columns of a map, number of steps of a value)."""
 
 
-def pack_spectra(spectra: Sequence[Sequence[float]], points: int = 64) -> dict[str, Any]:
+def pack_spectra(spectra: Sequence[Sequence[float]]) -> dict[str, Any]:
     """Encode the singular values of each head, divided by the largest, on a logarithmic scale.
 
     `values` is base64 of the little-endian uint16 codes of all heads in sequence; `points` is the number of
     codes per head.
     """
-    most = min(points, max(16, SPECTRA_BYTES // (2 * max(len(spectra), 1))))
+    most = min(64, max(16, SPECTRA_BYTES // (2 * max(len(spectra), 1))))
     packed = [_codes(spectrum, most) for spectrum in spectra]
     joined = np.concatenate([np.array(codes, dtype="<u2") for codes in [*packed, []]])
     return {"values": base64.b64encode(joined.tobytes()).decode(), "points": [len(codes) for codes in packed]}
@@ -51,38 +52,23 @@ def _codes(spectrum: Sequence[float], most: int) -> list[int]:
     return np.where(is_drawn, np.round(steps * (NONE - 1)), NONE).astype(int).tolist()
 
 
-def pack_attention_maps(
-    audit: Audit, flagged: Sequence[int] = (), room: int | None = None
-) -> tuple[dict[int, list[dict[str, Any]]], int]:
+def pack_attention_maps(audit: Audit, flagged: Sequence[int] = ()) -> tuple[dict[int, dict[str, Any]], int]:
     """Return encoded attention maps by head index within a byte budget, and the number of omitted maps.
 
     A value is encoded as the square root of its ratio to the largest magnitude, so that small weights remain
-    visible. Maps of `flagged` heads are kept first; maps of the second sequence are omitted first.
+    visible. Maps of `flagged` heads are kept first.
     """
-    room = MAP_BYTES if room is None else room
+    room = MAP_BYTES
     order = list(dict.fromkeys([*flagged, *range(len(audit.heads))]))
-    kept = [
-        (sequence, index, picture)
-        for sequence, field in enumerate(("attention_map", "second_attention_map"))
-        for index in order
-        if (picture := getattr(audit.heads[index], field)) is not None
-    ]
-    packed: list[dict[str, Any]] = []
+    maps = {index: picture for index in order if (picture := audit.heads[index].attention_map) is not None}
+    packed: dict[int, dict[str, Any]] = {}
     for side, steps in RESOLUTIONS:
-        packed = [
-            _packed(coarser(picture, side), steps) | {"sequence": sequence} for sequence, _, picture in kept
-        ]
-        if sum(map(_size, packed)) <= room:
+        packed = {index: _packed(coarser(picture, side), steps) for index, picture in maps.items()}
+        if sum(map(_size, packed.values())) <= room:
             break
-    omitted = 0
-    of_heads: dict[int, list[dict[str, Any]]] = {}
-    for (_, index, _), picture in zip(kept, packed, strict=True):
-        room -= _size(picture)
-        if room < 0:
-            omitted += 1
-        else:
-            of_heads.setdefault(index, []).append(picture)
-    return of_heads, omitted
+    sizes = accumulate(map(_size, packed.values()))
+    kept = {index: packed[index] for index, size in zip(packed, sizes, strict=True) if size <= room}
+    return kept, len(packed) - len(kept)
 
 
 def _size(picture: dict[str, Any]) -> int:
@@ -134,11 +120,3 @@ def _packed(picture: AttentionMap, steps: int) -> dict[str, Any]:
         **picture.model_dump(exclude={"values"}),
         "largest": round_for_page(picture.largest),
     }
-
-
-def opening_head(heads: Sequence[HeadRecord], flagged: Sequence[int]) -> int | None:
-    """Return the head to open first, None without heads: prefer a map, then a finding, then a low rank."""
-    ranks = [value if math.isfinite(value := RANK.value(head)) else math.inf for head in heads]
-    lowest = sorted(range(len(heads)), key=ranks.__getitem__)
-    mapped = [index for index in (*flagged, *lowest) if heads[index].attention_map is not None]
-    return next(iter([*mapped, *flagged, *lowest]), None)

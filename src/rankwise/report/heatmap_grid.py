@@ -5,10 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rankwise.auditing.records import Address, HeadRecord
-from rankwise.errors import RecordError
-
-MOST_CELLS = 2**20
-"""Maximum number of cells of all grids together; a model of 128 layers with 128 heads has 2¹⁴."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +58,6 @@ def make_grids(heads: Sequence[Address], cross: Sequence[bool] = ()) -> list[Gri
 
     Grids are in the order of first appearance. A grid has one row per layer, site (module) and call. A head
     whose address occurs twice gets another row, so that no head is lost.
-
-    Raises:
-        RecordError: if the grids have over a million cells, because only damaged files number heads that way.
     """
     grouped: dict[tuple[str, bool, str], dict[tuple[int, str, int, int], dict[int, int]]] = {}
     seen: Counter[tuple[Address, bool]] = Counter()
@@ -73,19 +66,10 @@ def make_grids(heads: Sequence[Address], cross: Sequence[bool] = ()) -> list[Gri
         row = (head.layer or 0, head.site, head.call, seen[head, reads_other])
         rows.setdefault(row, {})[head.head or 0] = index
         seen[head, reads_other] += 1
-    grids = [
+    return [
         Grid(key[0], title, key[2], key[1], tuple(Row(*name[:2], rows[name]) for name in sorted(rows)))
         for (key, rows), title in zip(grouped.items(), _titles(list(grouped)), strict=True)
     ]
-    cells = sum(len(grid.rows) * len(grid.columns) for grid in grids)
-    if cells > MOST_CELLS:
-        raise RecordError(
-            "heads of the audit",
-            expected=f"layers by heads, in grids of {MOST_CELLS:,} cells at most",
-            got=f"{cells:,} cells, nearly all of them empty",
-            fix="The file is damaged; run `rankwise audit` again. `Audit.to_frame` lists its heads.",
-        )
-    return grids
 
 
 def grids_of(heads: Sequence[HeadRecord]) -> list[Grid]:

@@ -1,7 +1,7 @@
 """Write a document as HTML: as one self-contained file, or without scripts for a notebook."""
 
 from base64 import b64encode
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
 from hashlib import sha256
 from importlib import resources
@@ -33,8 +33,6 @@ DOCUMENTS: dict[str, Callable[[Any], Document]] = {
 }
 """Functions that build the report on a result, by the name of its class."""
 
-PAGE_BYTES = 1_990_000
-"""Size in bytes above which a page stores fewer attention maps and fewer points of spectra."""
 CHART_FILE = "plotly-cartesian.min.js"
 """File of the npm package `plotly.js-cartesian-dist-min`; tests hold its version and digest."""
 _SCRIPTS = ("theme.js", "save.js", "figures.js", "page.js")
@@ -82,12 +80,6 @@ def notebook_html(document: Document) -> str:
 
 def page_text(document: Document) -> str:
     """Return the HTML of a document; all text is escaped, except this package's style and scripts."""
-    text = _page_text(document, document.data(0))
-    excess = len(text.encode()) - PAGE_BYTES
-    return _page_text(document, document.data(excess)) if excess > 0 else text
-
-
-def _page_text(document: Document, data: Mapping[str, Any]) -> str:
     figures = [figure for section in document.sections for figure in section.figures]
     names = _INTERACTIVE if any(section.include for section in document.sections) else _SCRIPTS
     scripts = (
@@ -99,7 +91,7 @@ def _page_text(document: Document, data: Mapping[str, Any]) -> str:
         .get_template("page.html")
         .render(
             document=document,
-            data=without_nan({"title": document.heading, "figures": drawn, **data}),
+            data=without_nan({"title": document.heading, "figures": drawn, **document.data}),
             column_kinds=column_kinds,
             split_code=split_code,
             severity_words=SEVERITIES,

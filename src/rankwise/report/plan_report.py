@@ -11,11 +11,6 @@ from rankwise.report.document import Document, Figure, Section, Table, nonempty
 from rankwise.report.figures import banded_line
 
 _DEVIATION = "± one standard deviation over trials."
-_RECORDED = (
-    "In recorded training runs (3 seeds) narrower queries and keys raised the loss by less than its spread: "
-    "on bytes 1.852 ± 0.001 at K = 32, 1.856 ± 0.008 at K* = 12; on CIFAR-10 (K* = 9) 1.301 ± 0.023 at 16, "
-    "1.308 ± 0.040 at 8, 1.319 ± 0.034 at 1."
-)
 
 
 def plan_document(plan: HeadDimPlan) -> Document:
@@ -69,7 +64,7 @@ def _share_at_star(plan: HeadDimPlan) -> float:
 
 
 def _advice(plan: HeadDimPlan) -> str:
-    """Return what K* is good for, with widths that trained heads require and losses of recorded runs."""
+    """Return what K* is good for, with widths that trained heads require."""
     trained = "15 to 30 of 32 channels in the bundled demo (K* = 12) and in all-MiniLM-L6-v2 (K* = 13)."
     if required := _finite(plan.trained):
         wider = sum(width > plan.head_dim for width in required)
@@ -80,7 +75,7 @@ def _advice(plan: HeadDimPlan) -> str:
         return sentence
     return (
         f"K* is a lower limit and a second candidate: train at K* and at the present width, and compare the "
-        f"losses. {sentence} {_RECORDED}"
+        f"losses. {sentence}"
     )
 
 

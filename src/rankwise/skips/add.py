@@ -1,8 +1,6 @@
 """Add λ-skips to a model in place (x + f(x) becomes λ·x + f(x)), return their parameters, and remove them."""
 
 import inspect
-import math
-import numbers
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -10,14 +8,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import prune, remove_weight_norm
-from torch.nn.utils.parametrize import is_parametrized, remove_parametrizations
 from torch.utils.hooks import RemovableHandle
 
 from rankwise._internals.batches import Batch, check_batch
 from rankwise._internals.forward import config_value, device_of
 from rankwise._internals.torch_private import COMPILED_PREFIX, is_compiled, remove_forward_hooks
-from rankwise.errors import SkipError, did_you_mean, instance_of, one_of, strip_control
+from rankwise.errors import SkipError, did_you_mean, in_range, instance_of, one_of, strip_control
 from rankwise.skips.hook_places import (
     NOTES,
     SkipPlace,
@@ -29,11 +25,9 @@ from rankwise.skips.hook_places import (
 from rankwise.skips.hooks import (
     AddResidual,
     HoldResidual,
-    ScaleArgument,
     Scope,
     SkipHook,
     ThreadSlot,
-    current,
 )
 from rankwise.skips.lambda_skip import own_skips
 from rankwise.skips.observe import without_skips
@@ -41,8 +35,6 @@ from rankwise.skips.verify import verify
 from rankwise.tracing.model_checks import is_distributed, split_modules
 
 Per = Literal["layer", "channel"]
-COMPUTED_FROM = ("", "_orig", "_g", "_v")
-"""Endings of the names of parameters that λ is computed from by pruning and by the old weight norm."""
 TOKENS, DECODER_TOKENS = 8, 6
 """Numbers of tokens in an example; they differ, to distinguish states of the encoder and the decoder."""
 WRAPPERS = frozenset({
@@ -51,11 +43,10 @@ WRAPPERS = frozenset({
 """Names of wrapper classes, which do not synchronize parameters that are added after wrapping."""
 
 
-class Skips(Mapping[str, Tensor]):
+class Skips(Mapping[str, nn.Parameter]):
     """Mapping from a site (the name of a mixer with λ) to its λ: ``skips["h.0.attn"]`` is a parameter.
 
-    With a parametrization, pruning or weight norm, λ is computed from `parameters`. `places` maps the
-    same names to the places where λ is applied. `notes` are limits that users must know.
+    `places` maps the same names to the places where λ is applied. `notes` are limits that users must know.
     """
 
     def __init__(self, model: nn.Module, places: Iterable[SkipPlace], notes: Iterable[str] = ()) -> None:
@@ -63,25 +54,13 @@ class Skips(Mapping[str, Tensor]):
         self.places = {place.name: place for place in places}
         self.notes = tuple(notes)
 
-    def __getitem__(self, site: str) -> Tensor:
+    def __getitem__(self, site: str) -> nn.Parameter:
         place = self.places[site]
-        scale: Tensor = current(self._model.get_submodule(place.write.module), place.parameter)
-        return scale
+        return self._model.get_submodule(place.module).get_parameter(place.parameter)
 
-    def parameters(self, site: str | None = None) -> list[nn.Parameter]:
-        """Return the parameters of λ at a site, or at all sites: λ itself, or those that λ is computed from.
-
-        A parameter that several sites share is listed once.
-        """
-        parameters: dict[nn.Parameter, None] = {}
-        for place in self.places.values() if site is None else [self.places[site]]:
-            module: Any = self._model.get_submodule(place.write.module)
-            if is_parametrized(module, place.parameter):
-                parameters |= dict.fromkeys(module.parametrizations[place.parameter].parameters())
-            else:
-                values = (getattr(module, place.parameter + end, None) for end in COMPUTED_FROM)
-                parameters |= {value: None for value in values if isinstance(value, nn.Parameter)}
-        return list(parameters)
+    def parameters(self) -> list[nn.Parameter]:
+        """Return all λ; a parameter that several sites share is listed once."""
+        return list(dict.fromkeys(self.values()))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.places)
@@ -100,7 +79,7 @@ class Skips(Mapping[str, Tensor]):
 
 def add_lambda_skip(
     model: nn.Module,
-    init: float | numbers.Real = 1.0,
+    init: int | float = 1.0,
     learnable: bool = True,
     per: Per = "layer",
     sites: str | Iterable[str] | None = None,
@@ -172,22 +151,18 @@ def add_lambda_skip(
         for handle in handles:
             handle.remove()
         for place in new:
-            _forget(model.get_submodule(place.write.module), place)
+            _forget(model.get_submodule(place.module), place)
         raise
     all_places = skip_places(model)
     skips = Skips(model, all_places, [*_notes_of_missed(model, places, missed), *_notes(all_places)])
     with torch.no_grad():
         for place in new:
-            skips[place.name].fill_(float(init))
+            skips[place.name].fill_(init)
     return skips
 
 
 def _check_present(model: nn.Module, present: Skips, per: Per) -> None:
     """Raise if λ-skips that a model has do not allow further ones."""
-    if computed := [site for site, value in present.items() if not isinstance(value, nn.Parameter)]:
-        expected, got = "λ without a parametrization, pruning or weight norm", f"one at {computed[0]!r}"
-        fix = "Call `rw.skips.save_skips`, `rw.remove_lambda_skip` and `rw.skips.load_skips` first."
-        raise SkipError(f"model {type(model).__name__}", expected=expected, got=got, fix=fix)
     if present and (per == "channel") != any(value.numel() > 1 for value in present.values()):
         expected = "the kind of λ that the model has at other sites"
         fix = "Use the other `per`, or call `rw.remove_lambda_skip(model)` first."
@@ -215,19 +190,12 @@ def _check_places(
         raise SkipError("`example`", expected=expected, got=got, fix=fix)
 
 
-def remove_lambda_skip(model: nn.Module, missing_ok: bool = False) -> None:
-    """Remove all λ-skips (example: `add_lambda_skip`); raise `SkipError` if none, unless ``missing_ok``."""
-    if not missing_ok:
-        check_skips(model)
+def remove_lambda_skip(model: nn.Module) -> None:
+    """Remove all λ-skips (example: `add_lambda_skip`); raise `SkipError` if there are none."""
+    check_skips(model)
     for module in model.modules():
         remove_forward_hooks(module, lambda hook: isinstance(hook, SkipHook))
         for place in list(vars(module).get(NOTES, ())):
-            if is_parametrized(module, place.parameter):
-                remove_parametrizations(module, place.parameter)
-            elif hasattr(module, f"{place.parameter}_mask"):
-                prune.remove(module, place.parameter)
-            elif hasattr(module, f"{place.parameter}_g"):
-                remove_weight_norm(module, place.parameter)
             _forget(module, place)
 
 
@@ -258,25 +226,20 @@ def check_values(lambdas: Mapping[str, Tensor], when: str, fix: str) -> None:
 
 def install(model: nn.Module, place: SkipPlace, learnable: bool, per: Per) -> list[RemovableHandle]:
     """Register the parameter λ = 1 at one place, and the hooks that apply λ; return their handles."""
-    module, read, parameter = model.get_submodule(place.write.module), place.read, place.parameter
+    module, parameter = model.get_submodule(place.module), place.parameter
     devices = (tensor.device for tensor in (*module.parameters(), *model.parameters()))
     dtype = torch.promote_types(place.dtype, torch.float32)
     width = place.width if per == "channel" else 1
     scale = torch.ones(width, dtype=dtype, device=next(devices, torch.device("cpu")))
     module.register_parameter(parameter, nn.Parameter(scale, requires_grad=learnable))
     vars(module).setdefault(NOTES, []).append(place)
-    if read == place.write:
-        return [module.register_forward_pre_hook(ScaleArgument(parameter, read), with_kwargs=True)]
-    if place.scope is None:
-        add = AddResidual(parameter, place.write.key, read)
-        return [module.register_forward_hook(add, with_kwargs=True)]
-    held, around, source = ThreadSlot(), model.get_submodule(place.scope), model.get_submodule(read.module)
-    opening = around.register_forward_pre_hook(Scope(held))  # opens before other hooks read x
-    register = source.register_forward_hook if read.argument is None else source.register_forward_pre_hook
-    holding = register(HoldResidual(read, held), with_kwargs=True)
-    add = AddResidual(parameter, place.write.key, held)
-    adding = module.register_forward_hook(add, with_kwargs=True)
-    return [opening, holding, adding, around.register_forward_hook(Scope(held), always_call=True)]
+    held, around, source = ThreadSlot(), model.get_submodule(place.scope), model.get_submodule(place.source)
+    return [
+        around.register_forward_pre_hook(Scope(held)),  # opens before other hooks read x
+        source.register_forward_pre_hook(HoldResidual(place.argument, held), with_kwargs=True),
+        module.register_forward_hook(AddResidual(parameter, place.key, held), with_kwargs=True),
+        around.register_forward_hook(Scope(held), always_call=True),
+    ]
 
 
 def _forget(module: nn.Module, place: SkipPlace) -> None:
@@ -309,22 +272,18 @@ def match_places(places: list[SkipPlace], sites: str | Iterable[str] | None) -> 
     return [place for place in places if place.name in chosen]
 
 
-def check_lambda(subject: str, value: object) -> None:
+def check_lambda(subject: str, value: int | float) -> None:
     """Raise if λ is not a finite number in float32; warn if it is 0."""
-    limits, expected = torch.finfo(torch.float32), "a finite number, in float32 too"
-    number: Any = value if isinstance(value, numbers.Real) and not isinstance(value, bool) else math.nan
-    if not limits.min <= number <= limits.max:
-        raise SkipError(subject, expected=expected, got=repr(value), fix="1.0 changes nothing.")
-    if torch.tensor(float(number)) == 0:
+    in_range(subject, value, "[-3.4e38, 3.4e38]", fix="1.0 changes nothing.", error=SkipError)
+    if torch.tensor(float(value), dtype=torch.float32) == 0:
         effect = "tokens may become similar within a few layers, and no bound holds"
         warnings.warn(f"λ = 0 removes the skip connections: {effect}", UserWarning, stacklevel=3)
 
 
 def _notes_of_missed(model: nn.Module, places: Iterable[SkipPlace], missed: list[str]) -> list[str]:
     """Return notes on residual connections and blocks that have no λ."""
-    with_lambda = [name for place in places for name in (place.write.module, place.block)]
-    blocks = {place.block for place in places if place.block}
-    without = blocks_without(model, [*with_lambda, *missed], blocks)
+    with_lambda = [name for place in places for name in (place.module, place.block)]
+    without = blocks_without(model, [*with_lambda, *missed])
     notes = [
         f"no λ at the residual connection in {name}: no module gets x or returns f(x)" for name in missed
     ]
@@ -377,7 +336,7 @@ def example_for(model: Any) -> Batch:
         size = config_value(config, "image_size", default=224)
         sides = (size, size) if isinstance(size, int) else tuple(size)[-2:]
         shape = (1, config_value(config, "num_channels", default=3), *sides)
-        noise = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        noise = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
         return {"pixel_values": noise.to(device, model.dtype)}
     text = getattr(config, "get_text_config", lambda: config)()
     most = min(config_value(text, "vocab_size") or 64, 64)

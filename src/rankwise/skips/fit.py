@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from rankwise._internals.batches import Batch, drop_unused_labels, each_batch, to_device
-from rankwise._internals.forward import batch_errors, config_value, device_of, eval_mode
+from rankwise._internals.forward import batch_errors, device_of, eval_mode
 from rankwise._internals.parameters import parameter_groups
 from rankwise.auditing.error_hints import fix_hint
 from rankwise.errors import InputError, SkipError, in_range, whole_number
-from rankwise.importance.loss_choice import ModelLoss, model_loss
-from rankwise.importance.losses import IGNORE_INDEX, token_ids
+from rankwise.importance.loss_choice import model_loss
+from rankwise.importance.losses import Loss
 from rankwise.importance.settings import ImportanceSettings
 from rankwise.skips.add import add_lambda_skip, check_finite, check_values, skips_of
 from rankwise.skips.hook_places import check_module
@@ -49,7 +49,7 @@ def fit_skips(
     """Fit the λ-skips of a model by its loss; all other parameters stay frozen.
 
     The loss is that of next tokens, of masked tokens, or of labels in the batches, as in
-    `rankwise.importance.measure_importance`. An encoder-decoder without labels predicts its input text.
+    `rankwise.importance.measure_importance`.
     Cost: a forward and a backward pass per step, and a forward pass at the start and at the end.
 
     Args:
@@ -81,7 +81,8 @@ def fit_skips(
     skips = skips_of(model)
     before = _means(skips)
     group = skip_parameter_groups(model)[0]
-    loss_of, inputs = fitting_loss(model, islice(each_batch(batches), max(steps, 1)), mask_token)
+    inputs = list(islice(each_batch(batches), max(steps, 1)))
+    loss_of = fitting_loss(model, inputs, mask_token)
     last = start = [parameter.detach().clone() for parameter in group["params"]]
     fitted = {id(parameter) for parameter in group["params"]}
     others = [weight for weight in model.parameters() if weight.requires_grad and id(weight) not in fitted]
@@ -171,36 +172,18 @@ def skip_parameter_groups(
     return [{"params": scales, "weight_decay": 0.0, **rate}, *others]
 
 
-def fitting_loss(
-    model: nn.Module, batches: Iterable[Batch], mask_token: int | None = None
-) -> tuple[ModelLoss, list[Batch]]:
-    """Return the loss that fits a model, and the batches with labels if an encoder-decoder lacks them.
-
-    Raise if the batches have nothing to predict.
-    """
+def fitting_loss(model: nn.Module, batches: Sequence[Batch], mask_token: int | None = None) -> Loss:
+    """Return the loss that fits a model and its batches; raise if the batches have nothing to predict."""
     check_module(model)
-    inputs = [_labelled(model, batch) for batch in batches]
-    with batch_errors(model, inputs[0], fix_hint):
-        loss = model_loss(model, inputs, ImportanceSettings(mask_token=mask_token))
+    with batch_errors(model, batches[0], fix_hint):
+        loss = model_loss(model, batches, ImportanceSettings(mask_token=mask_token))
     if loss.compares_outputs:
         fix = (
             "Put `labels` into the batches, or define `loss(model, batch)` (in the file of a factory). Its "
             "batch is one of the factory, or the model's input, such as the token ids (B, T) of a text."
         )
         raise InputError("`batches`", expected="labels, or a loss", got="neither", fix=fix)
-    return loss, inputs
-
-
-def _labelled(model: nn.Module, batch: Batch) -> Batch:
-    """Return a batch in which an encoder-decoder that has nothing to predict predicts its input text."""
-    decodes = config_value(model, "is_encoder_decoder")
-    if not (decodes and isinstance(batch, Mapping)) or {"labels", "decoder_input_ids"} & batch.keys():
-        return batch
-    ids = token_ids(batch)
-    if ids is None:
-        return batch
-    mask = batch.get("attention_mask", torch.ones_like(ids))
-    return {**batch, "labels": ids.masked_fill(mask == 0, IGNORE_INDEX)}
+    return loss
 
 
 # --- trial -----------------------------------------------------------------------------------------------
@@ -286,7 +269,7 @@ def _prepared(
             skips[site].data.copy_(raised)
     loss_of = loss
     if loss_of is None:
-        loss_of, inputs = fitting_loss(model, inputs, mask_token)
+        loss_of = fitting_loss(model, inputs, mask_token)
     torch.manual_seed(seed)  # for dropout, whatever the weights have drawn
     return model, inputs, loss_of
 

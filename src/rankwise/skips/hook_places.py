@@ -1,9 +1,8 @@
 """Locate skip connections: find the places in a model to hook so that x + f(x) becomes λ·x + f(x)."""
 
 import math
-import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,7 +13,7 @@ from rankwise._internals.batches import Batch
 from rankwise._internals.forward import batch_errors
 from rankwise.auditing.error_hints import fix_hint
 from rankwise.errors import SkipError, instance_of
-from rankwise.skips.hooks import Port, items
+from rankwise.skips.hooks import Argument, Key, items
 from rankwise.skips.residual_sums import (
     ForwardRecord,
     Passage,
@@ -24,6 +23,7 @@ from rankwise.skips.residual_sums import (
     Version,
     find_residuals,
 )
+from rankwise.tracing.module_calls import holds
 
 PARAMETER = "lambda_skip"
 """Name of the parameter λ in its module; a second λ in the same module gets a number."""
@@ -36,16 +36,19 @@ class SkipPlace:
     """Place of one λ-skip in a model: the modules, arguments and outputs at which λ is applied."""
 
     name: str = field(compare=False)
-    """Name of the module that has the parameter λ, such as ``transformer.h.0.attn``."""
+    """Name of the module that has the parameter λ, such as ``transformer.h.0.attn``, with the number of λ."""
     parameter: str = field(compare=False)
     """Name of the parameter λ in that module."""
-    read: Port
-    """Argument or output from which x is read."""
-    write: Port
-    """Argument or output at which λ is applied. (λ − 1)·x is added to an output; an argument is x itself, and
-    is multiplied by λ."""
-    scope: str | None
-    """Module that opens and closes the slot for x in each call; None if x is an argument of the same call."""
+    module: str
+    """Module that returns the branch f(x), and has the parameter λ."""
+    key: Key
+    """Item of its output to which (λ − 1)·x is added."""
+    source: str
+    """Module that receives x."""
+    argument: Argument
+    """Argument that is x."""
+    scope: str
+    """Module that opens and closes the slot for x in each call."""
     sums: tuple[SumName, ...] = field(default=(), compare=False)
     """Names of the sums that λ scales: several if the module is called several times in a forward pass."""
     block: str = ""
@@ -73,16 +76,29 @@ def check_module(model: object) -> None:
 
 
 def skip_places(model: nn.Module) -> list[SkipPlace]:
-    """Return the places of the λ-skips in a model, in the order of the forward pass."""
+    """Return the places of the λ-skips in a model, in the order of the forward pass.
+
+    Raise if λ is computed from other parameters: its value may be out of date until the next forward pass.
+    """
     check_module(model)
-    modules = model.named_modules()
-    places = [_rebased(place, name) for name, module in modules for place in vars(module).get(NOTES, ())]
+    places = []
+    for name, module in model.named_modules():
+        parameters = {
+            parameter for parameter, _ in module.named_parameters(recurse=False, remove_duplicate=False)
+        }
+        for place in vars(module).get(NOTES, ()):
+            if place.parameter not in parameters:
+                raise SkipError(
+                    f"λ of {place.name!r}", expected="a parameter of its module", got="one that is computed",
+                    fix="Remove its parametrization, pruning or weight norm; take FSDP2 in place of FSDP1.",
+                )  # fmt: skip
+            places.append(_rebased(place, name))
     return sorted(places, key=lambda place: place.time)
 
 
 def _rebased(place: SkipPlace, module: str) -> SkipPlace:
     """Return a place with the module names of the current model, which may be a part or a larger model."""
-    old, new = _words(place.write.module), _words(module)
+    old, new = _words(place.module), _words(module)
     while old and new and old[-1] == new[-1]:
         old.pop()
         new.pop()
@@ -92,10 +108,8 @@ def _rebased(place: SkipPlace, module: str) -> SkipPlace:
         return ".".join([*new, *words[len(old) :]]) if words[: len(old)] == old else before
 
     return replace(
-        place, read=replace(place.read, module=name(place.read.module)),
-        write=replace(place.write, module=module),
-        scope=None if place.scope is None else name(place.scope), block=name(place.block),
-        norm=place.norm and name(place.norm),
+        place, module=module, source=name(place.source), scope=name(place.scope),
+        block=name(place.block), norm=place.norm and name(place.norm),
         sums=tuple((name(owner), call, index) for owner, call, index in place.sums),
     )  # fmt: skip
 
@@ -115,15 +129,13 @@ def find_places(model: nn.Module, example: Batch) -> tuple[list[SkipPlace], list
     located, missed = [], []
     for residual in residuals:
         total = residual.sum
-        way = _as_argument(residual, record) or _as_sum(residual, record) or _as_branch(residual, record)
-        drops = way is None
-        way = way or _as_branch(residual, record, drops=True)
-        if way is None:
+        hooked = _modules(residual, record, drops=False) or _modules(residual, record, drops=True)
+        if hooked is None:
             missed.append(total.name[0] or "the model itself")
             continue
         place = SkipPlace(
-            "", "", *way, sums=(total.name,), block=total.name[0], time=total.time, which=residual.which,
-            axis=residual.axis, width=total.like.shape[-1], dtype=total.like.dtype, drops=drops,
+            "", "", **hooked, sums=(total.name,), block=total.name[0], time=total.time,
+            which=residual.which, axis=residual.axis, width=total.like.shape[-1], dtype=total.like.dtype,
         )  # fmt: skip
         located.append((place, _reader(total, record)))
     every = all(reader is not None for _, reader in located)
@@ -134,48 +146,29 @@ def find_places(model: nn.Module, example: Batch) -> tuple[list[SkipPlace], list
         calls.setdefault(place, []).extend(place.sums)
     places, taken = [], Counter[str]()
     for place, sums in calls.items():
-        taken[place.write.module] += 1
-        suffix = f"_{number}" if (number := taken[place.write.module]) > 1 else ""
-        name, parameter = f"{place.write.module}{suffix}", f"{PARAMETER}{suffix}"
+        taken[place.module] += 1
+        suffix = f"_{number}" if (number := taken[place.module]) > 1 else ""
+        name, parameter = f"{place.module}{suffix}", f"{PARAMETER}{suffix}"
         places.append(replace(place, name=name, parameter=parameter, sums=tuple(sums)))
     return places, missed
 
 
-def blocks_without(model: nn.Module, names: Iterable[str], blocks: Iterable[str]) -> list[str]:
-    """Return the blocks that hold none of the named modules, although similar blocks hold one.
+def blocks_without(model: nn.Module, names: Sequence[str]) -> list[str]:
+    """Return the items of lists that hold none of the named modules, although another item holds one.
 
-    A block is an item of a list or a dict, or a module with the classes of one of ``blocks``. Two items are
-    similar if their names differ only in numbers and they have the same class; in a ModuleList or a
-    ModuleDict, any two items are similar. Items inside an outer item are only compared to items at the same
-    place.
+    In a Sequential, only items of the same class as an item that holds one are returned.
     """
-
-    def listed(name: str) -> bool:
-        return isinstance(model.get_submodule(name.rpartition(".")[0]), nn.ModuleList | nn.ModuleDict)
-
-    def is_item(name: str) -> bool:
-        return name.rpartition(".")[2].isdigit() or listed(name)
-
-    def place(name: str) -> tuple[str, type]:
-        outer = re.sub(r"\b\d+\b(?=\.)", "*", name)
-        kind = nn.Module if listed(name) else type(model.get_submodule(name))
-        return outer if "*" in outer else name.rpartition(".")[0], kind
-
-    modules = {name: module for name, module in model.named_modules() if name}
-    held = {name for name in modules if any(f"{inner}.".startswith(f"{name}.") for inner in names)}
-    places = {place(name) for name in held if is_item(name)}
-    built = {_classes(modules[name]) for name in blocks}
-    without = [
-        name
-        for name, module in modules.items()
-        if name not in held and ((is_item(name) and place(name) in places) or _classes(module) in built)
-    ]
-    return [name for name in without if not any(name.startswith(f"{outer}.") for outer in without)]
-
-
-def _classes(module: nn.Module) -> tuple[tuple[str, type], ...]:
-    """Return the names and classes of a module and of all modules inside it."""
-    return tuple((name, type(inner)) for name, inner in module.named_modules())
+    without: list[str] = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+            items = {f"{name}.{key}".lstrip("."): item for key, item in module.named_children()}
+            held = [key for key in items if any(holds(key, inner) for inner in names)]
+            kinds = {type(items[key]) for key in held}
+            any_class = bool(held) and not isinstance(module, nn.Sequential)
+            without += [
+                key for key, item in items.items() if key not in held and (any_class or type(item) in kinds)
+            ]
+    return without
 
 
 def _reader(total: Sum, record: ForwardRecord) -> tuple[str, str, bool] | None:
@@ -208,62 +201,31 @@ def _reader(total: Sum, record: ForwardRecord) -> tuple[str, str, bool] | None:
     return (names[-1], "", inside) if names else ("", reads[0].function, inside)
 
 
-# --- ways to add λ, the most exact first: read, write, scope ----------------------------------------------
-
-Way = tuple[Port, Port, str | None]
+# --- modules to hook --------------------------------------------------------------------------------------
 
 
-def _as_argument(residual: Residual, record: ForwardRecord) -> Way | None:
-    """Return ports to scale x, if x is an argument that the module of the sum only adds; None otherwise."""
-    total = residual.sum
-    inner, x = total.frames[-1], record.origin(total.operands[residual.which])[0]
-    uses = [use for tensor in record.copies_of(x) for use in record.uses.get(tensor, ())]
-    uses = [use for use in uses if not use.copies and inner.serial in use.running]
-    passages = _received(x, total.like.shape, record)
-    received = [passage.port for passage in passages if passage.call is inner]
-    if {use.sum for use in uses} != {total.name} or not received:
-        return None
-    return received[0], received[0], None
+def _modules(residual: Residual, record: ForwardRecord, drops: bool) -> dict[str, Any] | None:
+    """Return the modules to hook, as fields of a place; None if no module returns f(x) or receives x before.
 
-
-def _as_sum(residual: Residual, record: ForwardRecord) -> Way | None:
-    """Return ports to correct x + f(x), if a module receives x and returns the unused sum; None otherwise."""
-    total = residual.sum
-    x, _ = record.origin(total.operands[residual.which])
-    for made in record.returned.get(total.result, ()):
-        used = any(use.time < made.time for use in record.uses.get(total.result, ()))
-        passages = _received(x, made.shape, record)
-        received = [passage.port for passage in passages if passage.call is made.call]
-        if any(made.call is frame for frame in total.frames) and received and not used:
-            return received[0], made.port, None
-    return None
-
-
-def _as_branch(residual: Residual, record: ForwardRecord, drops: bool = False) -> Way | None:
-    """Return ports to correct f(x), if a module returns f(x) after x passed a module; None otherwise."""
+    With ``drops``, functional dropout may be between the module that returns f(x) and the sum.
+    """
     total = residual.sum
     x, _ = record.origin(total.operands[residual.which])
     made = _maker(total.operands[1 - residual.which], total.time, record, drops)
     if made is None or made.shape[-1:] != total.like.shape[-1:]:
         return None
-    before = [passage for passage in _received(x, made.shape, record) if passage.time < made.time]
-    same_call = [passage.port for passage in before if passage.call is made.call]
-    if same_call:  # the module that returns f(x) also receives x
-        return same_call[0], made.port, None
-    returned = [passage for tensor in record.copies_of(x) for passage in record.returned.get(tensor, ())]
-    before += [passage for passage in returned if passage.time < made.time and passage.shape == made.shape]
+    passages = [passage for tensor in record.copies_of(x) for passage in record.received.get(tensor, ())]
+    before = [passage for passage in passages if passage.time < made.time and passage.shape == made.shape]
     if not before:
         return None
-    source = max(before, key=lambda passage: passage.time)
+    same_call = [passage for passage in before if passage.call is made.call]
+    source = same_call[0] if same_call else max(before, key=lambda passage: passage.time)
     # the innermost call around the sum that had begun when x was read
     scope = [frame for frame in total.frames if frame.serial <= source.call.serial][-1]
-    return source.port, made.port, scope.name
-
-
-def _received(x: Version, shape: torch.Size, record: ForwardRecord) -> list[Passage]:
-    """Return the passages by which modules received a tensor, or a copy of it, in one shape."""
-    given = [passage for tensor in record.copies_of(x) for passage in record.received.get(tensor, ())]
-    return [passage for passage in given if passage.shape == shape]
+    return {
+        "module": made.call.name, "key": made.place, "source": source.call.name, "argument": source.place,
+        "scope": scope.name, "drops": drops,
+    }  # fmt: skip
 
 
 def _maker(y: Version, before: int, record: ForwardRecord, drops: bool) -> Passage | None:

@@ -7,10 +7,8 @@ from typing import Any, no_type_check
 
 import torch
 from torch import Tensor
-from torch.nn.utils.prune import BasePruningMethod
-from torch.nn.utils.weight_norm import WeightNorm
 
-from rankwise._internals.torch_private import forward_hooks, in_backward
+from rankwise._internals.torch_private import in_backward
 from rankwise.errors import SkipError
 
 Key = int | str | None
@@ -18,23 +16,18 @@ Key = int | str | None
 
 
 @dataclass(frozen=True)
-class Port:
-    """Tensor that a module receives as an argument, or returns as an item of its output."""
+class Argument:
+    """Argument of a module, by name, by position, or by both."""
 
-    module: str
-    argument: tuple[str | None, int | None] | None = None
-    """Name and position of the argument; None for an item of the output."""
-    key: Key = None
+    name: str | None
+    position: int | None
 
     @no_type_check  # torch.compile traces this method, and all functions below
-    def read(self, args, kwargs, output):
-        """Return the tensor in the arguments or output of a call; None if the argument is missing."""
-        if self.argument is None:
-            return picked(output[0], self.key)
-        name, position = self.argument
-        if name is not None and name in kwargs:
-            return kwargs[name]
-        return args[position] if position is not None and position < len(args) else None
+    def read(self, args, kwargs):
+        """Return the argument of a call; None if the call does not have it."""
+        if self.name is not None and self.name in kwargs:
+            return kwargs[self.name]
+        return args[self.position] if self.position is not None and self.position < len(args) else None
 
 
 @dataclass
@@ -67,51 +60,25 @@ class SkipHook:
 
 
 @dataclass(eq=False)
-class ScaleArgument(SkipHook):
-    """Hook before a module that multiplies x by λ, where x is an argument that the module only adds."""
-
-    parameter: str
-    port: Port
-
-    @no_type_check
-    def __call__(self, module, args, kwargs):
-        """Return the arguments with x multiplied by λ; None if the call has no x."""
-        residual = self.port.read(args, kwargs, ())
-        if residual is None:
-            return None
-        scaled = (residual * current(module, self.parameter)).to(residual.dtype)
-        name, position = self.port.argument
-        if name is not None and name in kwargs:
-            return args, {**kwargs, name: scaled}
-        return (*args[:position], scaled, *args[position + 1 :]), kwargs
-
-
-@dataclass(eq=False)
 class AddResidual(SkipHook):
-    """Hook after a module that adds (λ − 1)·x to an item of the output: to x + f(x), or to the branch f(x).
-
-    x is an argument of the same call, or the state in the slot.
-    """
+    """Hook after a module that adds (λ − 1)·x to the branch f(x), an item of the output; x is in the slot."""
 
     parameter: str
     key: Key
-    source: Port | ThreadSlot
+    held: ThreadSlot
 
     @no_type_check
     def __call__(self, module, args, kwargs, output):
         """Return the corrected output; None if no x was read, because the module is used elsewhere."""
-        if isinstance(self.source, Port):
-            residual = self.source.read(args, kwargs, ())
-        else:
-            slot = self.source.slot
-            if not slot.open and not recomputing():
-                return None
-            residual, slot.residual = slot.residual, None
-            if residual is None and not slot.open:  # not filled again when recomputed
-                subject = f"gradient checkpointing of {type(module).__name__}"
-                expected = "a checkpoint around the whole block, which reads the residual again"
-                fix = "Checkpoint the block in place of the mixer."
-                raise SkipError(subject, expected=expected, got="one around the mixer alone", fix=fix)
+        slot = self.held.slot
+        if not slot.open and not recomputing():
+            return None
+        residual, slot.residual = slot.residual, None
+        if residual is None and not slot.open:  # not filled again when recomputed
+            subject = f"gradient checkpointing of {type(module).__name__}"
+            expected = "a checkpoint around the whole block, which reads the residual again"
+            fix = "Checkpoint the block in place of the mixer."
+            raise SkipError(subject, expected=expected, got="one around the mixer alone", fix=fix)
         if residual is None:
             return None
         total = corrected(picked(output, self.key), residual, getattr(module, self.parameter))
@@ -120,17 +87,17 @@ class AddResidual(SkipHook):
 
 @dataclass(eq=False)
 class HoldResidual(SkipHook):
-    """Hook that stores x in the slot: before a module that receives x, or after a module that returns x."""
+    """Hook before a module that receives x, which stores x in the slot."""
 
-    port: Port
+    argument: Argument
     held: ThreadSlot
 
     @no_type_check
-    def __call__(self, module, args, kwargs, *output):
+    def __call__(self, module, args, kwargs):
         """Store x in the slot if the slot is open, or if autograd recomputes a checkpoint."""
         slot = self.held.slot
         if slot.open or recomputing():
-            slot.residual = self.port.read(args, kwargs, output)
+            slot.residual = self.argument.read(args, kwargs)
 
 
 @dataclass(eq=False)
@@ -144,16 +111,6 @@ class Scope(SkipHook):
         """Empty the slot, and open or close it."""
         slot = self.held.slot
         slot.residual, slot.open = None, len(output) == 0  # torch.compile does not trace `not output`
-
-
-@no_type_check
-def current(module, parameter):
-    """Return λ of a module now; pruning and the old weight norm compute it only before a forward pass."""
-    if parameter in vars(module):  # neither a parameter nor a parametrization
-        for hook in forward_hooks(module):
-            if isinstance(hook, BasePruningMethod | WeightNorm):
-                hook(module, ())
-    return getattr(module, parameter)
 
 
 @no_type_check

@@ -49,7 +49,7 @@ class LambdaSkip(nn.Module):
         """Return the current λ: 0 for ``none``, `init` for ``fixed``, otherwise the detached weight."""
         if self.weight is not None:
             return self.weight.detach()
-        return torch.tensor(0.0 if self.kind == "none" else self.init)
+        return torch.tensor(0.0 if self.kind == "none" else self.init, dtype=torch.float32)
 
     def forward(self, x: Float[Tensor, "*B D"], update: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:
         """Return λ x + update, where the update is the output f(x) of the block."""

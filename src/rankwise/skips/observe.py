@@ -19,7 +19,7 @@ from rankwise.auditing.error_hints import fix_hint
 from rankwise.errors import SkipError
 from rankwise.importance.losses import real_tokens
 from rankwise.skips.hook_places import SkipPlace, find_places, skip_places
-from rankwise.skips.hooks import SkipHook, current
+from rankwise.skips.hooks import SkipHook
 from rankwise.skips.lambda_skip import LambdaSkip
 from rankwise.skips.residual_sums import SumChange, SumName, probe_mode, replacing_sums
 from rankwise.tracing import RecordedCall, record_calls
@@ -151,9 +151,9 @@ def lambdas_of(model: nn.Module, places: Sequence[SkipPlace]) -> dict[str, Tenso
     """Return the current λ of each site, with shape (1,) or (D,); 1 for a site without λ."""
     lambdas = {}
     for place in places:
-        module = model.get_submodule(place.write.module)
-        plain = module.current() if isinstance(module, LambdaSkip) else torch.ones(1)
-        scale = current(module, place.parameter) if hasattr(module, place.parameter) else plain
+        module, around = model.get_submodule(place.module), model.get_submodule(place.block)
+        plain = around.current() if isinstance(around, LambdaSkip) else torch.ones(1, dtype=torch.float32)
+        scale = getattr(module, place.parameter, plain)
         lambdas[place.name] = scale.detach().reshape(-1)
     return lambdas
 

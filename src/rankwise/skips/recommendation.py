@@ -17,7 +17,7 @@ from rankwise._internals.batches import (
     first_sequences,
     to_device,
 )
-from rankwise._internals.forward import Change, batch_errors, device_of, run_model
+from rankwise._internals.forward import batch_errors, device_of, run_model
 from rankwise._internals.records import grouped
 from rankwise.auditing.error_hints import fix_hint
 from rankwise.auditing.findings import COLLAPSE_FALL, INACTIVE_TURN, collapse_words, inactive_remedy
@@ -60,9 +60,6 @@ TRAINS = (
 )
 BY_HAND = "raise λ in the config or the skip connections of the model, if it has λ"
 UNHELPFUL = "nothing that was tried helps: examine the parts between the mixers of the stack"
-PRE_NORM = {"norm_first": (True, "norm_first=True"), "post_norm": (False, 'norm_position="pre"')}
-"""Attributes of blocks that decide where norms are: the value for pre-norm, and the option that sets it."""
-BUILD_PRE_NORM = "build and train the model with pre-norm ({option}), which has no COLLAPSE on this batch"
 UNTRIED = "nothing that was tried helps; compare the model to one with pre-norm, by rw.skips.try_lambdas"
 TRIAL = Remedy(
     words="train briefly with each λ (add your --lr)", verb="skip", options=[["--try-steps", "100"]],
@@ -164,6 +161,7 @@ def _choose(
     suppressed = [site for site in sites if shares[site] < INACTIVE_TURN <= before[site]]
     certificate = certify_places(model, batch, places, KEEP_SPREAD)
     layers = [layer for layer in certificate.layers if layer.site in sites]
+    norms = {layer.norm for layer in layers}
     bounds = [
         layer.min_lambda_proved_relative if layer.norm == "none" else layer.min_lambda_proved
         for layer in layers
@@ -183,7 +181,7 @@ def _choose(
         stack=stack, sites=sites, value=best if named else None, removes_collapse=removed, tried=tried,
         proved=proved, mixing_share=sum(shares[site] for site in sites) / len(sites),
         summary=f"{summary} Nothing is known about training with such a λ." if named else summary,
-        advice="" if named else _advice(model, batch, stack, {layer.norm for layer in layers}),
+        advice="" if named else UNTRIED if norms & {"LayerNorm", "RMSNorm"} else UNHELPFUL,
     )  # fmt: skip
 
 
@@ -195,21 +193,6 @@ def _trial(model: nn.Module, batch: Batch, stack: str) -> tuple[bool, float]:
     lowest = min((state.spread for state in states if state.blocks), default=math.nan)
     least = min([APART, *(COLLAPSE_FALL * state.spread for state in states if not state.blocks)])
     return not lowest < least, lowest
-
-
-def _advice(model: nn.Module, batch: Batch, stack: str, norms: set[str]) -> str:
-    """Return the advice for a stack for which no λ is named; pre-norm is tried if an attribute decides it."""
-    for name, (value, option) in PRE_NORM.items():
-        changed = {
-            module_name: {name: value}
-            for module_name, module in model.named_modules()
-            if isinstance(present := getattr(module, name, value), bool) and present != value
-        }
-        if changed:
-            with plain_skips(model), Change(model, attributes=changed):
-                removed, _ = _trial(model, batch, stack)
-            return BUILD_PRE_NORM.format(option=option) if removed else UNHELPFUL
-    return UNTRIED if norms & {"LayerNorm", "RMSNorm"} else UNHELPFUL
 
 
 def recommend(audit: AuditT, model: nn.Module, batch: Batch, loss: LossOfModel | None = None) -> AuditT:
@@ -260,12 +243,12 @@ def recommend(audit: AuditT, model: nn.Module, batch: Batch, loss: LossOfModel |
         blocks = [f"{finding.where.site}." for finding in findings if finding.code == "INACTIVE_BLOCK"]
         scaled = places
         if not skip_places(model):
-            scaled = [place for place in places if place.write.module in built_in]
+            scaled = [place for place in places if place.block in built_in]
         for site, share in mixing_shares(model, sample, scaled).items():
             if share >= INACTIVE_TURN or f"{site}.".startswith(tuple(blocks)):
                 continue
             effect = f"its output is {share:.1g} of the sum with its skip connection"
-            meaning = f"The mixer at {site or 'the model itself'} barely changes its tokens: {effect}."
+            meaning = f"The mixer at {site} barely changes its tokens: {effect}."
             suppressed = Finding(
                 code="INACTIVE_BLOCK", severity="warning", where=Address(site=site), meaning=meaning,
                 evidence={"mixer_share": share},
@@ -350,7 +333,7 @@ def advise_lambda(finding: Finding, model: nn.Module, batch: Batch, places: Sequ
 
 
 def _remedy(model: nn.Module, choice: LambdaChoice, places: Sequence[SkipPlace]) -> Remedy:
-    """Return the remedy that raises the λ below the chosen λ, or the advice if no λ is named."""
+    """Return the remedy that adds or raises λ below the chosen λ, or the advice if no λ is named."""
     if choice.value is None:
         return Remedy(words=choice.advice)
     current = lambdas_of(model, places)
@@ -359,38 +342,30 @@ def _remedy(model: nn.Module, choice: LambdaChoice, places: Sequence[SkipPlace])
         code = f"rw.skips.choose_lambda(model, batch, {choice.stack!r})"
         return Remedy(words="pass a batch that collapses", code=code)
     value, modules = choice.value, own_skips(model)
-    if built_in := {name: modules[name] for name in below if name in modules}:
-        if learned := [f"{name}.weight" for name, skip in built_in.items() if skip.weight is not None]:
-            more = f" and {len(learned) - 1} more" if len(learned) > 1 else ""
-            where = f"in the learned `{learned[0]}`{more}"
-            return Remedy(words=f"raise |λ| below {value:g} to {value:g} {where}")
+    blocks = {place.name: place.block for place in places}
+    built_in = {blocks[name]: modules[blocks[name]] for name in below if blocks[name] in modules}
+    skips = skips_of(model)
+    learned = [f"{block}.weight" for block, skip in built_in.items() if skip.weight is not None]
+    if present := learned or [f"rw.skips.skips_of(model)[{name!r}].data" for name in below if name in skips]:
+        more = f" and {len(present) - 1} more" if present[1:] else ""
+        return Remedy(words=f"raise |λ| below {value:g} to {value:g}, with its sign, in `{present[0]}`{more}")
+    if built_in:
         first = next(iter(built_in.values()))
         fixed = '"skip": "fixed", ' if first.kind == "none" else ""
         sign = -1 if first.kind == "fixed" and first.init < 0 else 1
         entry = f'{fixed}"skip_init": {sign * value:g}'
         return Remedy(words=f"put `{entry}` into the config.json of the model")
-    skips = skips_of(model)
-    carries = next(iter(below)) in skips
-    channels = torch.cat([scale.flatten().cpu() for scale in below.values()])
-    signs = {bool(scale < 0) for scale in channels}
-    if carries and (len(signs) > 1 or bool((channels.abs() > value).any())):
-        more = f" and at {len(below) - 1} more sites" if len(below) > 1 else ""
-        where = f"`rw.skips.skips_of(model)[{next(iter(below))!r}].data`{more}"
-        return Remedy(words=f"raise |λ| below {value:g} to {value:g}, with its sign, in {where}")
-    init = -value if carries and signs == {True} else value
-    # Without names of sites, the remedy would reset every fitted λ, and add λ to other stacks.
-    in_stack = not carries and all(name.startswith(f"{choice.stack}.") for name in below)
+    # without names of sites, the remedy would add λ to other stacks
+    in_stack = all(name.startswith(f"{choice.stack}.") for name in below)
     named = [] if len(below) == len(places) else [choice.stack] if in_stack else list(below)
-    code = f"[rw.skips.skips_of(model)[name].data.fill_({init:g}) for name in {list(below)}]"
-    if not carries:
-        only = f"sites={named}, " if named else ""
-        if any(scale.numel() > 1 for scale in skips.values()):
-            only += 'per="channel", '
-        code = f"rw.add_lambda_skip(model, init={init:g}, {only}example=batch)"
-    least = "raise λ to the smallest value" if carries else "add the smallest λ"
-    options = [["--lambda", f"{init:g}"], *(["--sites", name] for name in named)]
-    words = f"{least} that keeps tokens apart"
-    return Remedy(words=words, verb="skip", options=options, out="skips", code=code)
+    arguments = [f"init={value:g}", *([f"sites={named}"] if named else []), "example=batch"]
+    if any(scale.numel() > 1 for scale in skips.values()):
+        arguments.insert(-1, 'per="channel"')
+    return Remedy(
+        words="add the smallest λ that keeps tokens apart", verb="skip", out="skips",
+        options=[["--lambda", f"{value:g}"], *(["--sites", name] for name in named)],
+        code=f"rw.add_lambda_skip(model, {', '.join(arguments)})",
+    )  # fmt: skip
 
 
 def mixing_shares(

@@ -4,8 +4,8 @@ from typing import Literal
 
 from pydantic import ConfigDict, Field
 
+from rankwise._internals.files import SavedRecord
 from rankwise._internals.records import Number, Record
-from rankwise._internals.saved_records import SavedRecord
 
 MOST_LAMBDA = 1000
 """Larger |λ| suppress all mixers: they are not told apart in words."""
@@ -98,4 +98,4 @@ class LambdaChoice(Record):
     summary: str = ""
     """What was tried, what is proved, and what is known about training, in words."""
     advice: str = ""
-    """What to do if no λ is named: pre-norm, or nothing that was tried helps."""
+    """What to do if no λ is named."""

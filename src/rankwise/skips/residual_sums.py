@@ -16,7 +16,7 @@ from rankwise._internals.forward import eval_mode, preserve_random_state, run_mo
 from rankwise._internals.torch_private import base_of, changes_in_place, uncompiled
 from rankwise.errors import SkipError
 from rankwise.importance.gated_passes import graph_nodes
-from rankwise.skips.hooks import Key, Port, items
+from rankwise.skips.hooks import Argument, Key, items
 from rankwise.tracing.module_calls import ModuleCall, ModuleCalls, parameter_names
 from rankwise.tracing.torch_functions import ADDED_PRODUCTS, LINEAR_LAYERS, SUMS
 from rankwise.tracing.torch_functions import PRODUCTS as TENSOR_PRODUCTS
@@ -80,7 +80,8 @@ class Passage:
 
     time: int
     call: ModuleCall
-    port: Port
+    place: Any
+    """`Argument` of the call; in an output, the key of the item."""
     shape: torch.Size
 
 
@@ -107,21 +108,21 @@ class ForwardRecord:
         """Record the tensors in the arguments of a module call."""
         time, names = self.tick(), parameter_names(call.module)
         for i, value in enumerate(call.args):
-            self._pass(self.received, time, call, value, (names[i] if i < len(names) else None, i))
+            self._pass(self.received, time, call, value, Argument(names[i] if i < len(names) else None, i))
         for name, value in call.kwargs.items():
-            self._pass(self.received, time, call, value, (name, names.index(name) if name in names else None))
+            position = names.index(name) if name in names else None
+            self._pass(self.received, time, call, value, Argument(name, position))
 
     def leave(self, call: ModuleCall) -> None:
         """Record the tensors in the output of a module call."""
         time = self.tick()
         for key, value in items(call.output):
-            self._pass(self.returned, time, call, value, None, key)
+            self._pass(self.returned, time, call, value, key)
 
-    def _pass(self, notes: Any, time: int, call: ModuleCall, value: Any, way: Any, key: Key = None) -> None:
+    def _pass(self, notes: Any, time: int, call: ModuleCall, value: Any, place: Argument | Key) -> None:
         if isinstance(value, Tensor):
             self.alive.append(value)
-            passage = Passage(time, call, Port(call.name, way, key), value.shape)
-            notes.setdefault(version(value), []).append(passage)
+            notes.setdefault(version(value), []).append(Passage(time, call, place, value.shape))
 
     def origin(self, tensor: Version, edge: Any = None) -> tuple[Version, Any]:
         """Return the tensor at the start of the chain of copies that ends with a tensor, and its edge."""
@@ -323,13 +324,6 @@ def find_residuals(model: nn.Module, example: Batch) -> tuple[list[Residual], Fo
             parameter.requires_grad_(True)
         with probe_mode(model), calls.following(), SumRecorder(calls.running, record):
             output = run_model(model, map_tensors(example, learning))
-    except NotImplementedError as error:
-        if "FlexAttention" not in str(error):
-            raise
-        raise SkipError(
-            f"model {type(model).__name__}", expected="operations with a derivative", got=str(error),
-            fix="Load it with attention in PyTorch: `model.set_attn_implementation('sdpa')`.",
-        ) from error  # fmt: skip
     finally:
         for parameter in frozen:
             parameter.requires_grad_(False)
@@ -379,9 +373,10 @@ def _mixed_axis(
     The axis is that of a copy of x, if `operand` is one.
     """
     like = total.like
+    ramp = torch.linspace(0.5, 1.5, like.shape[-1], dtype=torch.float32).cos().to(like)
     for token in (-1, 0):
         weights = torch.zeros_like(like)  # unequal weights: with equal ones, entries may cancel
-        weights[(token,) * (like.dim() - 1)] = torch.linspace(0.5, 1.5, like.shape[-1]).cos().to(like)
+        weights[(token,) * (like.dim() - 1)] = ramp
         try:
             (gradient,) = torch.autograd.grad([y], [x], [weights], retain_graph=True, allow_unused=True)
         except RuntimeError:  # a state that was changed in place has no derivative

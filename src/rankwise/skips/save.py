@@ -17,7 +17,7 @@ from rankwise._internals.torch_private import original_name
 from rankwise.errors import SkipError, first_line, instance_of
 from rankwise.skips.add import Skips, add_lambda_skip, check_skips, check_values, remove_lambda_skip, skips_of
 from rankwise.skips.hook_places import PARAMETER, skip_places
-from rankwise.tracing.model_checks import is_distributed, is_of
+from rankwise.tracing.model_checks import is_distributed
 
 NUMBERS, FACTS = "skips.safetensors", "skips.json"
 LOWER = "Fit them again with a lower learning rate."
@@ -27,12 +27,8 @@ OWN_MODEL = "Load them into the model they were saved from, or one of its config
 class SkipFacts(BaseModel, extra="forbid"):
     """Description of the model to which saved λ-skips belong."""
 
-    format: Literal[2] = 2
-    model_class: str
-    per: Literal["layer", "channel"]
-    learnable: bool
-    sites: dict[str, int]
-    """Width of the token states at each site."""
+    format: Literal[3] = 3
+    sites: list[str]
     parameters: str
     """Digest of the names and shapes of all parameters except λ."""
     frozen: list[str] = []
@@ -79,16 +75,9 @@ def save_skips(
         whole = scale.full_tensor() if is_distributed(scale) else scale  # FSDP2 splits λ over processes
         numbers[name] = whole.cpu().clone().contiguous()
     check_values(numbers, f" in {type(model).__name__}", LOWER)
-    learns = [
-        name
-        for name, site in sites.items()
-        if any(parameter.requires_grad for parameter in skips.parameters(site))
-    ]
     facts = SkipFacts(
-        model_class=_class(model), parameters=_digest(model), fitted=fitted or {}, learnable=bool(learns),
-        per="channel" if any(value.numel() > 1 for value in numbers.values()) else "layer",
-        sites={name: skips.places[site].width for name, site in sites.items()},
-        frozen=[name for name in sites if name not in learns],
+        sites=list(sites), parameters=_digest(model), fitted=fitted or {},
+        frozen=[name for name, site in sites.items() if not skips[site].requires_grad],
     )  # fmt: skip
     described = write_file(folder / FACTS, facts.model_dump_json(indent=1), "skips")
     return write_file(folder / NUMBERS, lambda path: path.write_bytes(save(numbers)), "skips"), described
@@ -97,7 +86,7 @@ def save_skips(
 def load_skips(
     model: nn.Module, folder: str | Path, example: Batch | None = None, missing_ok: bool = False
 ) -> Skips:
-    """Add saved λ-skips to a model of the same class, with the same parameters (example: `save_skips`).
+    """Add saved λ-skips to a model with the same parameters (example: `save_skips`).
 
     Args:
         folder: folder that `save_skips` wrote.
@@ -126,27 +115,23 @@ def load_skips(
         )
         expected = "a file that `save_skips` wrote"
         raise SkipError(f"skips {path}", expected=expected, got=got, fix=fix) from error
-    if facts.model_class != _class(model):
-        inner = [name for name, module in model.named_modules() if _class(module) == facts.model_class]
-        fix = f"Pass the model inside, `model.{inner[0]}`, before it is wrapped." if inner else OWN_MODEL
-        raise _another(model, folder, f"λ of a {facts.model_class}", fix)
     if unequal := set(facts.sites) ^ set(numbers):
         expected, got = f"{FACTS} and {NUMBERS} that name the same sites", f"a difference in {min(unequal)!r}"
         fix = "Copy both files from the same save."
         raise SkipError(f"skips in {folder}", expected=expected, got=got, fix=fix)
-    for name, value in numbers.items():
-        if not value.is_floating_point() or value.itemsize == 1:
-            raise _another(model, folder, f"λ of {value.dtype} for {name!r}")
     if facts.parameters != _digest(model):
-        raise _another(model, folder, "λ of one whose parameters have other names or shapes")
-    skips = add_lambda_skip(model, 1.0, facts.learnable, facts.per, list(facts.sites), example)
+        inner = [name for name, module in model.named_modules() if _digest(module) == facts.parameters]
+        fix = f"Pass the model inside, `model.{inner[0]}`, before it is wrapped." if inner else OWN_MODEL
+        raise _another(model, folder, "λ of one whose parameters have other names or shapes", fix)
+    per: Any = "channel" if any(value.numel() > 1 for value in numbers.values()) else "layer"
+    skips = add_lambda_skip(model, per=per, sites=facts.sites, example=example)
     try:
         if set(skips) != set(facts.sites) or any(skips[name].shape != numbers[name].shape for name in skips):
             raise _another(model, folder, "sites of other names or widths")
         with torch.no_grad():
             for name, parameter in skips.items():
                 parameter.copy_(numbers[name])
-                parameter.requires_grad_(facts.learnable and name not in facts.frozen)
+                parameter.requires_grad_(name not in facts.frozen)
         check_values(skips, f" in {folder}", LOWER)  # a float64 value may be infinite in the dtype of λ
     except BaseException:
         remove_lambda_skip(model)
@@ -163,27 +148,22 @@ def fit_notes(folder: Path) -> dict[str, Any]:
 
 def _unwrapped(model: nn.Module) -> nn.Module:
     """Return the module that the λ-skips were added to, which may be inside wrappers; raise if it changed."""
-    flat = any(is_of(module, "fsdp", "FullyShardedDataParallel") for module in model.modules())
-    changed = flat or any(hasattr(module, "base_layer") for module in model.modules())
+    changed = any(hasattr(module, "base_layer") for module in model.modules())
     sites = [place.name for place in skip_places(model)]
     roots = [] if changed else [root for root in model.modules() if _names(root) == sites]
     if roots:
         return roots[-1]  # inside wrappers whose names `_names` leaves out
-    # λ that were added to a model around this one have longer names
-    if not changed and all(map(str.endswith, sites, [f".{name}" for name in _names(model)])):
-        return model
     raise SkipError(
         f"model {type(model).__name__}", expected="the model that λ was added to, or a wrapper",
-        got="FSDP1" if flat else "one with an adapter" if changed else "several, or other names of modules",
-        fix="Save it before it is wrapped; merge adapters (`model.merge_and_unload()`), or take FSDP2.",
+        got="one with an adapter" if changed else "a part, several, or other names of modules",
+        fix="Save it before it is wrapped, or merge adapters (`model.merge_and_unload()`).",
     )  # fmt: skip
 
 
 def _names(model: nn.Module) -> list[str]:
     """Return the names that the sites have by the current names of modules, without wrappers of parts."""
     return [
-        original_name(place.write.module) + place.parameter.removeprefix(PARAMETER)
-        for place in skip_places(model)
+        original_name(place.module) + place.parameter.removeprefix(PARAMETER) for place in skip_places(model)
     ]
 
 
@@ -199,13 +179,5 @@ def _digest(model: nn.Module) -> str:
 
 
 def _another(model: nn.Module, folder: Path, got: str, fix: str = OWN_MODEL) -> SkipError:
-    expected = f"λ of a {_class(model)} with the residual mixers of this model"
+    expected = f"λ of a {type(model).__name__} with the residual mixers of this model"
     return SkipError(f"skips in {folder}", expected=expected, got=got, fix=fix)
-
-
-def _class(model: nn.Module) -> str:
-    """Return the name of a model's class, also if FSDP2 or a parametrization made a class of it."""
-    kind = type(model)
-    while kind.__name__ in [made + kind.__bases__[-1].__name__ for made in ("FSDP", "Parametrized")]:
-        kind = kind.__bases__[-1]
-    return f"{kind.__module__}.{kind.__qualname__}"

@@ -3,20 +3,16 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rankwise._internals.batches import Batch
-from rankwise._internals.forward import AddedHook, Change
 from rankwise._internals.linalg import as_float64
 from rankwise.errors import SkipError
 from rankwise.skips.hook_places import SkipPlace
-from rankwise.skips.hooks import picked, with_value
 from rankwise.skips.observe import scaled_sum, without_skips
 from rankwise.skips.residual_sums import SumName, run_with
-from rankwise.tracing.module_calls import holds
 
 
 def verify(model: nn.Module, example: Batch, places: Sequence[SkipPlace], every: Sequence[SkipPlace]) -> None:
@@ -40,8 +36,7 @@ def verify(model: nn.Module, example: Batch, places: Sequence[SkipPlace], every:
     with without_skips(model):
         exact = {name: partial(check.keep, name) for check in checks for name in check.place.sums}
         wanted = run_with(model, example, exact)
-    hooks = [AddedHook(check.place.write.module, "after", check.at_return) for check in checks]
-    with _filled(model, places, scales), Change(model, hooks=hooks):
+    with _filled(model, places, scales):
         taken = {name: partial(check.at_sum, name) for check in checks for name in check.place.sums}
         got = run_with(model, example, taken)
     wrong = [check.place.name for check in checks if not check.right]
@@ -53,7 +48,6 @@ def verify(model: nn.Module, example: Batch, places: Sequence[SkipPlace], every:
 class SumCheck:
     """Compare a sum of a model with hooks to λ·x + y, for the same x and y.
 
-    If a hook corrects the output of the module around the sum, the output is compared in place of the sum.
     The error e of a token is accepted if
 
         ‖e‖ ≤ ¼ % · |λ|·‖x‖ + 5 · ε/2 · ‖|x| + |y|‖.
@@ -68,9 +62,6 @@ class SumCheck:
         self._scaled = partial(scaled_sum, place.which, scale, None)
         self._operands: dict[SumName, tuple[Tensor, Tensor]] = {}
         self._agreed: set[SumName] = set()
-        self._due: SumName | None = None
-        # a hook corrects the output of a module around the sum, after the sum
-        self._corrected_later = place.write.argument is None and holds(place.write.module, place.block)
 
     @property
     def right(self) -> bool:
@@ -83,18 +74,8 @@ class SumCheck:
         return self._scaled(first, other)
 
     def at_sum(self, name: SumName, first: Tensor, other: Tensor) -> Tensor:
-        """Return a sum of the pass with hooks; it is compared now, or when a hook has corrected it."""
-        if self._corrected_later:
-            self._due = name
-            return first + other
-        return self._compared(name, first + other)
-
-    def at_return(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        """Compare a sum in the output of a module, after the λ hook has corrected the output."""
-        name, self._due, key = self._due, None, self.place.write.key
-        return None if name is None else with_value(output, key, self._compared(name, picked(output, key)))
-
-    def _compared(self, name: SumName, got: Tensor) -> Tensor:
+        """Compare a sum of the pass with hooks to the scaled sum, and return the scaled sum."""
+        got = first + other
         if name not in self._operands:  # the pass without hooks had no such sum: compare outputs only
             return got
         operands = self._operands[name]
@@ -112,7 +93,7 @@ class SumCheck:
 @contextmanager
 def _filled(model: nn.Module, places: Sequence[SkipPlace], scales: dict[str, float]) -> Iterator[None]:
     """Context manager in which λ of each place has a given value."""
-    modules = [model.get_submodule(place.write.module) for place in places]
+    modules = [model.get_submodule(place.module) for place in places]
     pairs = zip(modules, places, strict=True)
     parameters = [module.get_parameter(place.parameter) for module, place in pairs]
     before = [parameter.detach().clone() for parameter in parameters]

@@ -1,5 +1,6 @@
 """Detect attention written as softmax and product: follow each softmax to its product with the values."""
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from string import ascii_uppercase
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from rankwise.tracing.torch_functions import (
     ADDED_PRODUCTS,
     CUTS,
     KEEPS_VALUES,
+    LAST_AXIS,
     MOVES_AXES,
     PRODUCTS,
     SOFTMAX,
@@ -95,8 +97,8 @@ class SoftmaxFollower:
             return None
         tensors = tensors_in((*args, *kwargs.values()))
         product = self._product(func, args, tensors, out) if self._weights else None
-        if self._compares(func, args, tensors):
-            self._compared[out] = True
+        if sizes := self._compares(func, args, tensors, out):
+            self._compared[out] = sizes
             self._masks.observe(func, args, kwargs, out, self._compared)
         if product is None and self._weights:
             self._follow(func, args, kwargs, out)
@@ -105,19 +107,28 @@ class SoftmaxFollower:
     def replace_product(self, out: Tensor, changed: Tensor) -> None:
         """Register that the model continues with ``changed`` in place of the output ``out``."""
         if out in self._compared:
-            self._compared[changed] = True
+            self._compared[changed] = self._compared[out]
 
-    def _compares(self, func: Function, args: tuple[Any, ...], tensors: list[Tensor]) -> bool:
-        """Return True if a function multiplies two activations, or computes scores from such a product."""
+    def _compares(
+        self, func: Function, args: tuple[Any, ...], tensors: list[Tensor], out: Tensor
+    ) -> tuple[int, ...] | None:
+        """Return the last two sizes of a product of two activations, from which ``out`` is computed, or None.
+
+        The product may be ``out`` itself. A layer with parameters starts anew, unless it mixes heads alone.
+        """
         if func in PRODUCTS or func in ADDED_PRODUCTS:
             factors = tensors[-2:]
             same_axes = len(factors) == 2 and factors[0].dim() == factors[1].dim()
-            return same_axes and not any(isinstance(factor, nn.Parameter) for factor in factors)
+            learned = any(isinstance(factor, nn.Parameter) for factor in factors)
+            return tuple(out.shape[-2:]) if same_axes and not learned else None
         einsum = read_einsum(args) if func is torch.einsum else None
         if einsum is not None:
             learned = any(isinstance(tensor, nn.Parameter) for tensor in einsum.tensors)
-            return not learned and bool(set.intersection(*map(set, (*einsum.letters, einsum.result))))
-        return func not in STARTS_ANEW and any(tensor in self._compared for tensor in tensors)
+            shared = set.intersection(*map(set, (*einsum.letters, einsum.result)))
+            return tuple(out.shape[-2:]) if shared and not learned else None
+        sizes = next((self._compared[tensor] for tensor in tensors if tensor in self._compared), None)
+        kept = sizes is not None and (func not in STARTS_ANEW or _mixes_heads(func, tensors[0], out, sizes))
+        return sizes if kept else None
 
     def _softmax(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> None:
         dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
@@ -167,6 +178,16 @@ class SoftmaxFollower:
             values_compared=given in self._compared,
             values_learned=same_for_all(given, operand),
         )
+
+
+def _mixes_heads(func: Function, scores: Tensor, out: Tensor, sizes: tuple[int, ...]) -> bool:
+    """Return True if a layer with parameters keeps scores (T, S) apart, as "talking heads" do.
+
+    A layer of (B, T, S, H) that acts on the last axis mixes heads, and so does a convolution of (B, H, T, S).
+    """
+    if func in LAST_AXIS:
+        return not Counter(sizes) - Counter(scores.shape[1:-1])
+    return tuple(scores.shape[-2:]) == tuple(out.shape[-2:]) == sizes
 
 
 def _still_weights(func: Function, source: Tensor, out: Tensor) -> bool:

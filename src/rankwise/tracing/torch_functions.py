@@ -22,7 +22,9 @@ ADDED_PRODUCTS = {torch.baddbmm, *named_functions(Tensor, "baddbmm baddbmm_")}
 """Functions that compute scores as bias + Q Kᵀ in one call."""
 LINEAR_LAYERS = {torch.addmm, *named_functions(F, "linear conv1d conv2d conv3d")}
 STARTS_ANEW = LINEAR_LAYERS | named_functions(F, "layer_norm rms_norm group_norm batch_norm embedding")
-"""Layers with parameters: their output no longer counts as attention scores, even if their input did."""
+"""Layers with parameters: their output no longer counts as scores, unless it is scores of mixed heads."""
+LAST_AXIS = named_functions(F, "linear layer_norm rms_norm")
+"""Layers with parameters that act on the last axis."""
 SOFTMAX = {torch.softmax, Tensor.softmax, F.softmax, torch.special.softmax}
 FILLS = {torch.masked_fill, *named_functions(Tensor, "masked_fill masked_fill_")}
 CUTS = {Tensor.__getitem__}

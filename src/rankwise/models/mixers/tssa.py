@@ -234,7 +234,7 @@ class MembershipScan(nn.Module):
 
     def reset_parameters(self) -> None:
         """Set the rates a_h so that the heads have their initial half-lives."""
-        rate = torch.tensor(2.0).log() * self.heads / torch.tensor(self.start)
+        rate = math.log(2) * self.heads / torch.tensor(self.start, dtype=torch.float64)
         init.copy_(self.log_rate, rate.log().to(self.log_rate.dtype))
 
     def forward(

@@ -237,7 +237,6 @@ function unpackedSpectra({ values, points }) {
 const spectra = unpackedSpectra(report.spectra);
 const initialSpectra = report.initial_spectra ? unpackedSpectra(report.initial_spectra) : null;
 let kept = Array(SERIES).fill(null); // heads kept to compare, by their color
-let waiting = null; // a seventh head waits until another is removed
 
 // The k-th of N singular values is drawn at k/N: so a rank is drawn at its share.
 function spectrumOf(head, from = spectra) {
@@ -313,24 +312,18 @@ function drawChips() {
   });
   find("#chips").replaceChildren(...chips);
   const keep = find("#keep");
-  keep.disabled = kept.includes(open);
-  keep.textContent = keep.disabled ? "Kept" : "Keep to compare";
-  find("#ask").textContent = waiting === null ? "" : `Six spectra are kept. Choose the one that makes room for ${fullName(waiting)}.`;
+  keep.disabled = kept.includes(open) || !kept.includes(null);
+  keep.textContent = kept.includes(open) ? "Kept" : "Keep to compare";
 }
 
 function keepSpectrum(head) {
-  if (kept.includes(head)) return null;
-  if (kept.includes(null)) kept[kept.indexOf(null)] = head;
-  else waiting = head;
+  if (kept.includes(head) || !kept.includes(null)) return null;
+  kept[kept.indexOf(null)] = head;
   return drawSpectra();
 }
 
 function letGo(head) {
   kept = kept.map((other) => (other === head ? null : other));
-  if (waiting !== null) {
-    kept[kept.indexOf(null)] = waiting;
-    waiting = null;
-  }
   return drawSpectra();
 }
 
@@ -370,35 +363,15 @@ function heaviest(values, columns, blocks) {
   return `Most weight on ${order.map(([share, x]) => `${blocks[x].text || `token ${blocks[x].place}`} ${(100 * share).toFixed(0)} %`).join(", ")}.`;
 }
 
-let sequence = 0; // the sequence chosen last, for all heads
-
-// One button per sequence with an attention map; none if there is only one map.
-function drawSequences(ownMaps, shownMap) {
-  const buttons = ownMaps.map((ownMap) => {
-    const words = `${nth[ownMap.sequence]} sequence`;
-    const button = element("button", { type: "button", className: "button", textContent: words });
-    button.setAttribute("aria-pressed", String(ownMap === shownMap));
-    button.addEventListener("click", () => { sequence = ownMap.sequence; drawMatrix(); });
-    return button;
-  });
-  const focused = find("#matrix-sequences").contains(document.activeElement);
-  find("#matrix-sequences").replaceChildren(...(buttons.length > 1 ? buttons : []));
-  if (focused) find("#matrix-sequences [aria-pressed=true]")?.focus({ preventScroll: true });
-}
-
-const nth = ["First", "Second"];
-
 async function drawMatrix() {
   const head = open;
-  const ownMaps = report.maps[head] ?? [];
-  const ownMap = ownMaps.find((one) => one.sequence === sequence) ?? ownMaps[0];
+  const ownMap = report.maps[head];
   find("#matrix").hidden = !ownMap;
   find("#no-matrix").hidden = Boolean(ownMap);
   if (!ownMap) return null;
-  drawSequences(ownMaps, ownMap);
   const { rows, columns, tokens, sources, largest, signed, steps: levels } = ownMap;
   const steps = await unpacked(ownMap);
-  if (head !== open || (ownMaps.length > 1 && ownMap.sequence !== sequence)) return null; // another was chosen meanwhile
+  if (head !== open) return null; // another was chosen meanwhile
   const root = (code) => (code === 255 ? null : signed ? (2 * code) / levels - 1 : code / levels);
   const roots = Array.from({ length: rows }, (_, y) => Array.from(steps.subarray(y * columns, (y + 1) * columns), root));
   const values = roots.map((row) => row.map((one) => (one === null ? null : one * Math.abs(one) * largest)));
@@ -408,7 +381,7 @@ async function drawMatrix() {
   const rowNames = rowBlocks.map(named), columnNames = columnBlocks.map(named);
   const hovertext = values.map((row, y) => row.map((value, x) => `row ${rowNames[y]}<br>column ${columnNames[x]}<br><b>≈ ${value === null ? "–" : Number(value.toPrecision(2))}</b>`));
   const averaged = rows < tokens || columns < sources;
-  find("#matrix-note").textContent = `The ${nth[ownMap.sequence].toLowerCase()} sequence, ${tokens} × ${sources} tokens without padding`
+  find("#matrix-note").textContent = `The first sequence, ${tokens} × ${sources} tokens without padding`
     + `${averaged ? `, as means over blocks: ${rows} × ${columns}` : ""}. Rows read columns; color by the square root of the weight, up to ${shown(largest, null)}.`;
   find("#matrix-peaks").textContent = heaviest(values, columns, columnBlocks);
   const width = matrixPlot.clientWidth || 380;
@@ -422,36 +395,6 @@ async function drawMatrix() {
     xaxis: { ...bare, ...axis(columns, sources, across), tickangle: -60 },
     yaxis: { ...bare, ...axis(rows, tokens, down), autorange: "reversed" },
   });
-}
-
-// The cost of removing each head against a measure; a click opens the head.
-const against = find("#against");
-
-function drawImportance() {
-  if (!against) return null;
-  const measure = columnNamed[against.value];
-  const cost = columnNamed[report.scatter.cost];
-  const heads = cost.values.map((value, head) => head).filter((head) => cost.values[head] !== null && measure.values[head] !== null);
-  const correlation = report.scatter.correlations[against.value];
-  const known = correlation === null ? "no rank correlation" : `Spearman ${correlation.toFixed(2)}`;
-  find("#importance-correlation").textContent = `${known} over ${heads.length} heads`;
-  const points = {
-    type: "scatter", mode: "markers", customdata: heads,
-    x: heads.map((head) => measure.values[head]), y: heads.map((head) => cost.values[head]),
-    hovertext: heads.map((head) => literal(`${fullName(head)}: ${measure.short_title.toLowerCase()} ${label(measure, head)}, cost ${label(cost, head)}`)),
-    hoverinfo: "text", marker: { color: series(0), size: heads.length > 400 ? 4 : 8, opacity: 0.8 },
-  };
-  const layout = {
-    height: 340, margin: { l: 64, r: 16, t: 8, b: 48 }, showlegend: false,
-    xaxis: { title: { text: literal(measure.title) } }, yaxis: { title: { text: literal(report.scatter.axis) }, zeroline: true, automargin: true },
-  };
-  return draw(find("#importance-plot"), [points], layout);
-}
-
-function listenToImportance() {
-  if (!against) return;
-  against.addEventListener("change", drawImportance);
-  find("#importance-plot").on("plotly_click", ({ points }) => followHeads([points[0].customdata]));
 }
 
 function showMeasure(name) {
@@ -498,10 +441,9 @@ if (report.opening !== null && wide.matches) {
   marked = [report.opening];
   openHead(report.opening);
 }
-drawers.push(drawMaps, drawImportance, drawSpectra, () => (open === null ? null : drawMatrix()));
+drawers.push(drawMaps, drawSpectra, () => (open === null ? null : drawMatrix()));
 starters.push(() => {
   maps.forEach(listenToMap);
-  listenToImportance();
   document.addEventListener("click", follow);
   measurePicker?.addEventListener("change", () => showMeasure());
   find("#keep")?.addEventListener("click", () => keepSpectrum(open));
