@@ -69,7 +69,7 @@ def norms(matrices: Tensor) -> list[float]:
 SIZES = {"seed": st.integers(0, 10**6), "tokens": st.integers(1, 8), "width": st.integers(1, 5)}
 
 
-@settings(max_examples=50)
+@settings(max_examples=20)
 @given(**SIZES, scores=st.sampled_from([0.1, 1.0, 10.0]), values=st.sampled_from([0.3, 1.0, 3.0]))
 def test_attention_decays_as_fast_as_promised(
     seed: int, tokens: int, width: int, scores: float, values: float
@@ -98,7 +98,7 @@ def test_a_causal_mask_breaks_the_attention_bound() -> None:
     assert diameter(m @ y) > attention_decay(diameter(y), [0.0], [1.0])[-1]
 
 
-@settings(max_examples=50)
+@settings(max_examples=20)
 @given(**SIZES, size=st.sampled_from([0.3, 1.0, 3.0]))
 def test_linear_layers_decay_as_fast_as_promised(seed: int, tokens: int, width: int, size: float) -> None:
     y, kernels, c = drawn(seed, (tokens, width), (LAYERS, tokens), (LAYERS, width, width))
@@ -111,7 +111,7 @@ def test_linear_layers_decay_as_fast_as_promised(seed: int, tokens: int, width: 
         assert float(mu(y)) <= bound[layer + 1] * SLACK
 
 
-@settings(max_examples=50)
+@settings(max_examples=20)
 @given(**SIZES, size=st.sampled_from([0.01, 0.3, 1.0]), step=st.sampled_from([0.1, 1.0, 2.0]))
 def test_selective_layers_decay_as_fast_as_promised(
     seed: int, tokens: int, width: int, size: float, step: float

@@ -166,7 +166,7 @@ def assert_shared_walk_changes_nothing(x):
         )
 
 
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(
     kind=st.sampled_from(["signed", "stochastic"]),
     shape=st.tuples(*(st.integers(1, top) for top in (2, 3, 9, 9))),

@@ -141,7 +141,7 @@ def shares(row: list[Decimal]) -> list[Decimal]:
     return [SHORT.divide(abs(v), sum(map(abs, row))) for v in row]
 
 
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(x=mixed_matrices())
 def test_rows_and_tokens_of_many_sizes(x):
     with localcontext(EXACT):
@@ -175,7 +175,7 @@ def test_rows_and_tokens_of_many_sizes(x):
             close(rm.mean_cosine(x[None])[0], float(alike / pairs), rtol=0, atol=RTOL)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(x=mixed_matrices(), y=mixed_matrices(), z=mixed_matrices())
 def test_heads_of_many_sizes(x, y, z):
     heads = [h[:2] for h in (x, y, z)]
@@ -213,7 +213,7 @@ def rate(x: torch.Tensor, eps: float) -> float:
         return float(SHORT.ln(determinant) / 2)
 
 
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(x=mixed_matrices(), eps=st.sampled_from([0.5, 1e-3, 1e3]))
 def test_a_coding_rate_is_right_or_refused(x, eps):
     try:

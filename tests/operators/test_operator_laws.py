@@ -129,24 +129,20 @@ def test_rows_of_a_softmax_are_distributions_or_zero(kind, size):
 
 
 @every_kind
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_in_another_dtype_it_is_the_operator_of_the_rounded_inputs(kind, dtype):
+def test_in_another_dtype_it_is_the_operator_of_the_rounded_inputs(kind):
     op = KINDS[kind](2, 2, 5, 6, 4)
-    cast = op.to(dtype)
-    assert cast.dtype == dtype
+    cast = op.to(torch.bfloat16)
+    assert cast.dtype == torch.bfloat16
     assert cast.shape == op.shape
-    assert torch.equal(cast.support(), op.support()) or dtype != torch.float32
     matrix = cast.dense()
     assert matrix.dtype == torch.float32
     exact = cast.to(torch.float64).dense()
     assert exact.dtype == torch.float64
     assert torch.equal(cast.dense(torch.float64), exact)
-    # Rows that see nothing but a finite bias of −1e9 are what rounding makes of them, in torch as well.
-    sees = op.support().any(-1, keepdim=True)
     # Rows of low precision are computed in float32 from scores of size ≤ 40.
-    assert ((matrix - exact) * sees).abs().max() < tolerance(torch.float32, 8, 40)
+    assert (matrix - exact).abs().max() < tolerance(torch.float32, 8, 40)
     # And rounding the inputs moves scores of size ≤ 40 by at most a few ulps of that dtype.
-    assert ((exact - op.dense()) * sees).abs().max() < 40 * tolerance(dtype, 1, 1)
+    assert (exact - op.dense()).abs().max() < 40 * tolerance(torch.bfloat16, 1, 1)
 
 
 @every_kind

@@ -19,8 +19,8 @@ def within(found, reference, truth):
     assert far <= 2 * least + last
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("scale", [1e-3, 1e3])
 @causalities
 def test_outputs_and_gradients(causal, scale, dtype):
     case = Case((1, 700, 3, 48), causal=causal, dtype=dtype)

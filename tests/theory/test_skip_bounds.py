@@ -248,7 +248,7 @@ def drawn(
     strength=st.floats(1e-3, 100), keep=st.floats(0.1, 0.97), tokens=st.integers(2, 20),
     width=st.integers(2, 20), seed=st.integers(0, 99),
 )  # fmt: skip
-@settings(max_examples=50)
+@settings(max_examples=20)
 def test_the_smallest_scale_meets_both_hypotheses_exactly(
     strength: float, keep: float, tokens: int, width: int, seed: int
 ) -> None:
