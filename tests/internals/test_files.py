@@ -2,13 +2,19 @@
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests.compression.compression_cases import gpt2, ids
 
-from rankwise._internals.files import write_file, write_files
+import rankwise as rw
+from rankwise._internals.files import locked, write_file, write_files
+from rankwise.compression import save_compressed
+from rankwise.errors import InputError
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="modes of files")
 
@@ -62,3 +68,47 @@ def test_a_break_between_two_files_puts_the_old_ones_back(
     assert {file.name: file.read_text() for file in tmp_path.iterdir()} == before
     assert [file.name for file in write_files(tmp_path, write, "folder")] == list("abcd")
     assert (tmp_path / "b").read_text() == "new"
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """Let the system refuse to write into files, as a full disk does."""
+    resource = pytest.importorskip("resource")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def compressed() -> Callable[[Path], object]:
+    model = gpt2()
+    rw.compress(model, [ids()], keep={"width": 0.5})
+    return lambda folder: save_compressed(model, folder)
+
+
+def tost() -> Callable[[Path], object]:
+    config = rw.models.ToSTConfig(vocab_size=64, hidden_size=32, num_attention_heads=2, num_hidden_layers=1)
+    return lambda folder: rw.models.save_model(rw.models.ToSTForCausalLM(config), folder)
+
+
+def skips() -> Callable[[Path], object]:
+    model = gpt2()
+    rw.add_lambda_skip(model)
+    return lambda folder: rw.skips.save_skips(model, folder)
+
+
+@pytest.mark.parametrize("way", [*WAYS.values(), compressed, tost, skips])
+def test_a_full_disk_is_one_line_and_leaves_no_file(way: Callable[..., Any], tmp_path: Path) -> None:
+    write = way if way in WAYS.values() else way()
+    with full_disk(), pytest.raises(InputError, match=r"expected a (file|folder) that can be .*large"):
+        write(tmp_path / "new")
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_a_folder_is_used_by_one_command_at_a_time(tmp_path: Path) -> None:
+    with locked(tmp_path), pytest.raises(InputError, match="got a folder in use"), locked(tmp_path):
+        pass
+    with locked(tmp_path):
+        assert not [*tmp_path.iterdir()], "a lock that a killed command leaves would refuse the next"

@@ -3,16 +3,22 @@
 import json
 import os
 import tempfile
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from pydantic import ValidationError
+from safetensors import SafetensorError
 
 from rankwise._internals import report_package
 from rankwise._internals.records import Record
-from rankwise.errors import InputError, RecordError, readable_file
+from rankwise.errors import InputError, RecordError, first_line, readable_file
+
+try:
+    import fcntl
+except ImportError:
+    fcntl = None  # type: ignore[assignment]
 
 R = TypeVar("R", bound="SavedRecord")
 
@@ -40,6 +46,27 @@ def writable_folder(folder: Path, option: str = "--out") -> None:
             pass
     except OSError as error:
         raise _unwritable(f"{option} {folder}", folder, error, "Choose a folder you may write to.") from error
+
+
+@contextmanager
+def locked(folder: Path, option: str = "--out") -> Iterator[None]:
+    """Context manager in which no other command writes into a folder; Windows has no such locks."""
+    if fcntl is None:
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        expected, got = "a folder that no other command uses", "a folder in use"
+        fix = "Wait for the other command, or choose another name."
+        raise InputError(f"{option} {folder}", expected=expected, got=got, fix=fix) from error
+    except OSError:  # some network file systems have no locks
+        pass
+    try:
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def folder_name(name: str) -> str:
@@ -101,7 +128,7 @@ def write_file(
             content(partial)
             set_default_mode(partial)
         partial.replace(path)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         fix = f"Choose a folder you may write to and that has room, or make {path.parent} writable."
         raise _unwritable(f"{subject} {path}", path, error, fix, "file") from error
     finally:  # Ctrl-C must not leave the temporary file behind
@@ -138,14 +165,15 @@ def write_files(folder: Path, write: Callable[[Path], object], subject: str) -> 
                     elif not (new / name).exists():  # it was moved already, and there was no old file
                         (folder / name).unlink(missing_ok=True)
                 raise
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         fix = "Choose a folder you may write to and that has room."
         raise _unwritable(f"{subject} {folder}", folder, error, fix) from error
     return [folder / name for name in names]
 
 
-def _unwritable(subject: str, path: Path, error: OSError, fix: str, kind: str = "folder") -> InputError:
-    got = "a file" if kind == "folder" and path.is_file() else error.strerror or str(error)
+def _unwritable(subject: str, path: Path, error: Exception, fix: str, kind: str = "folder") -> InputError:
+    got = getattr(error, "strerror", None) or first_line(error)
+    got = "a file" if kind == "folder" and path.is_file() else got
     return InputError(subject, expected=f"a {kind} that can be written", got=got, fix=fix)
 
 

@@ -78,7 +78,7 @@ def audit_many(
     partial: dict[str, Audit] = {}
     failures: dict[AuditJob, RankwiseError] = {}
     interrupted = False
-    with new_folder(out):
+    with new_folder(out, shared=True):  # other processes may audit other models into it
         try:
             with closing(runner(tasks)) as results:
                 for job, result in _with_merged(results if tasks else (), pending, shards):

@@ -5,7 +5,7 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from rankwise._internals.files import parse_json, writable_folder
+from rankwise._internals.files import locked, parse_json, writable_folder
 from rankwise.cli.options import FOUND
 from rankwise.errors import InputError, RankwiseError
 
@@ -26,12 +26,13 @@ _new: list[Path] = []
 
 
 @contextmanager
-def new_folder(folder: Path) -> Iterator[None]:
-    """Create a writable folder; if the command fails, remove all folders that are new and still empty."""
+def new_folder(folder: Path, *, shared: bool = False) -> Iterator[None]:
+    """Create a folder, for one command alone unless `shared`; if it fails, remove folders that stay empty."""
     _new[:] = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         writable_folder(folder)
-        yield
+        with nullcontext() if shared else locked(folder):
+            yield
     except BaseException:
         remove_empty_folders()
         raise

@@ -28,13 +28,7 @@ from transformers.quantizers.auto import (
 )
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from rankwise._internals.files import (
-    check_unused,
-    parse_json,
-    set_default_mode,
-    writable_folder,
-    write_file,
-)
+from rankwise._internals.files import check_unused, parse_json, write_files
 from rankwise._internals.forward import Change, config_value, preserve_random_state
 from rankwise.compression import heads_modules, kv_modules, width_modules
 from rankwise.compression.heads_modules import RemovedHeads
@@ -204,26 +198,19 @@ def save_compressed(model: nn.Module, folder: str | Path, record: Compression | 
         )
     check_unused(folder, "folder")
     weights = _expected_weights(model, structure) if isinstance(model, PreTrainedModel) else {}
-    writable_folder(folder, "folder")
-    try:
+
+    def write(new: Path) -> None:
         if isinstance(model, PreTrainedModel):
             note_structure(model)
-            model.save_pretrained(folder, state_dict=weights)
-            for file in folder.glob("*.safetensors"):
-                set_default_mode(file)
+            model.save_pretrained(new, state_dict=weights)
         else:
-            write_file(folder / WEIGHTS, lambda partial: save_model(model, str(partial)), "weights")
-            write_file(folder / STRUCTURE, structure.model_dump_json(), "structure")
-    except (OSError, SafetensorError) as error:
-        raise InputError(
-            f"folder {folder}",
-            expected="a folder that can be written",
-            got=first_line(error),
-            fix="Choose a folder you may write to and that has room.",
-        ) from error
-    write_file(folder / "README.md", README, "README")
-    if record is not None:
-        record.save(folder / RECORD)
+            save_model(model, str(new / WEIGHTS))
+            (new / STRUCTURE).write_text(structure.model_dump_json(), encoding="utf-8")
+        (new / "README.md").write_text(README, encoding="utf-8")
+        if record is not None:
+            record.save(new / RECORD)
+
+    write_files(folder, write, "folder")
     return folder
 
 
