@@ -264,7 +264,7 @@ def _record(
         for head in heads
     ]
     latents = [latent for solution in every for latent in solution.latents]
-    numbers = {changed.site: changed.layer for changed in (*heads, *latents)}
+    numbers = {head.site: head.layer for head in heads} | {latent.site: latent.layer for latent in latents}
     costs = {latent.site: math.nan for latent in latents}
     for solution in every:  # a removed head has no attention to compare
         costs |= {
