@@ -105,14 +105,6 @@ def test_only_recommendations_of_skips_read_audits_and_none_runs_one() -> None:
     assert ".run" not in found["recommendation.py"]
 
 
-def test_the_arrow_test_sees_a_wrong_import(tmp_path: Path) -> None:
-    wrong = tmp_path / "wrong.py"
-    lines = ["from rankwise.tracing.capture_context import capture", "def f():", "    import rankwise.report"]
-    wrong.write_text("\n".join(lines))
-    assert imports(wrong) == {("tracing", False), ("report", True)}
-    assert internal_names(wrong) == ["capture"]
-
-
 def test_the_search_for_internal_names_accepts_the_module_that_a_test_is_named_after(tmp_path: Path) -> None:
     test = tmp_path / "compression" / "test_kv.py"
     test.parent.mkdir()

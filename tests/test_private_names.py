@@ -259,31 +259,6 @@ def test_the_search_finds_a_name_of_torch(line: str, tmp_path: Path) -> None:
     assert found_in(f"match x:\n    {line}" if line.startswith("case") else line, tmp_path) == {"_modules"}
 
 
-@pytest.mark.parametrize(
-    "line", ["from numpy import _core", "import numpy._core", "numpy._core", "f(_core=1)", "x._core()"]
-)
-def test_the_search_finds_a_name_of_another_library(line: str, tmp_path: Path) -> None:
-    assert found_in(line, tmp_path) == {"_core"}
-
-
-@pytest.mark.parametrize(
-    ("base", "name"),
-    [
-        ("nn.Module", "_modules"),
-        ("nn.Conv1d", "_conv_forward"),
-        ("torch.optim.Optimizer", "_optimizer_step_pre_hooks"),
-        ("torch.utils.data.DataLoader", "_get_iterator"),
-        ("Tensor", "_version"),
-        ("torch.autograd.Function", "_materialize_non_diff_grads"),
-        ("Mixer", "_apply"),  # ours, a module
-        ("PreTrainedModel", "_buffers"),
-    ],
-)
-def test_the_search_finds_names_that_a_class_inherits(base: str, name: str, tmp_path: Path) -> None:
-    for body in ("x = self.{}", "def {}(self): ...", "async def {}(self): ...", "{} = None", "{}: int = 0"):
-        assert found_in(f"class A({base}):\n    {body.format(name)}", tmp_path) == {name}, body
-
-
 def test_the_search_accepts_our_own_names(tmp_path: Path) -> None:
     ours = [
         "class A(nn.Module):\n    def __init__(self): self._fine = self.__class__",

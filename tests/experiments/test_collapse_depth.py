@@ -8,19 +8,12 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from experiments.skips import collapse_depth as experiment
-from experiments.skips.collapse_depth import COLORS, STUDY, VARIANTS, RowSkips, Settings, Stack
+from experiments.skips.collapse_depth import COLORS, STUDY, VARIANTS, Settings, Stack
 
 from rankwise.measures import spread
 from rankwise.models.block import Block
 
 SMALL = Settings(depth=3, tokens=5, width=8, heads=2, seeds=2)
-
-
-def test_every_mixer_has_every_block_and_every_size() -> None:
-    every = [one for group in experiment.groups(Settings()) for one in group]
-    assert len(set(every)) == len(every) == len(VARIANTS) * (3 * 2 * len(COLORS) + 3 * 3 - 1)
-    assert Settings().layers == [0, 1, 2, 4, 8, 16, 32, 64]
-    assert SMALL.layers == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("mixer", sorted(VARIANTS))
@@ -60,25 +53,6 @@ def test_curves_are_means_over_seeds() -> None:
     assert experiment.curves_of(group, SMALL) == found
 
 
-def test_no_skip_passes_nothing_on() -> None:
-    """Without a skip 0·∞ does not enter."""
-    skips = RowSkips([0.0, -2.0])
-    x = torch.tensor([math.inf, 1.0], dtype=torch.float64)[:, None, None]
-    assert skips(x, torch.ones_like(x)).flatten().tolist() == [1.0, -1.0]
-
-
-def test_a_block_has_the_parts_of_its_stack() -> None:
-    config = experiment.config_of(Stack(mixer="softmax, full", skip=-2.0, norm="post", gate=True), SMALL)
-    assert (config.layer_types, config.causal) == (["softmax"], False)
-    block = Block(config, 0)
-    assert block.post_norm
-    assert block.mlp is None
-    assert block.gate is not None
-    assert (block.skip.kind, block.skip.init) == ("fixed", -2.0)
-    plain = Block(experiment.config_of(Stack(mixer="s4d"), SMALL), 0)
-    assert isinstance(plain.mixer_norm, torch.nn.Identity)
-
-
 def test_the_share_of_s4d_depends_neither_on_input_nor_on_weight_size() -> None:
     """S4D is linear; other mixers are not, so the test can fail."""
     sizes = [Stack(mixer="s4d", inputs=size) for size in (1.0, 8.0)]
@@ -89,23 +63,6 @@ def test_the_share_of_s4d_depends_neither_on_input_nor_on_weight_size() -> None:
     assert other["log10_mu"][-1] == pytest.approx(one["log10_mu"][-1] + math.log10(8), abs=2e-3)
     one, other = experiment.curves_of([Stack(mixer="mamba", inputs=size) for size in (1.0, 8.0)], SMALL)
     assert other["log10_mu"][-1] > one["log10_mu"][-1] + 2 * math.log10(8)
-
-
-@pytest.mark.parametrize(
-    ("values", "cell", "power"),
-    [
-        ((0.5, 0.1, 12.3, 1.04), "0.50 ± 0.10 (12)", "1.0"),
-        ((0.5, 0.001, 12.3, -3.0), "0.50 (12)", "-3.0"),
-        ((3e-5, 1e-5, 1.0, -3.0), "3e-05 (1)", "-3.0"),
-        ((math.nan, math.inf, math.nan, -math.inf), "∞", "∞"),
-        ((0.0, 0.0, 0.0, -math.inf), "0", "−∞"),
-    ],
-)
-def test_cells_name_the_end_of_the_states(values: tuple[float, ...], cell: str, power: str) -> None:
-    names = ("share", "share_std", "rank", "log10_mu")
-    one = {name: experiment.digits([value]) for name, value in zip(names, values, strict=True)}
-    assert (experiment.cell(one), experiment.power(one)) == (cell, power)
-    assert experiment.digits([0.123456]) == [0.1235]
 
 
 def test_a_small_run_is_shown() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from experiments.rank import rank_barrier
 from experiments.rank import rank_saturation as experiment
-from experiments.rank.random_layers import fit_log_law, gaussian, layer_ranks, scaled, stream
+from experiments.rank.random_layers import gaussian, layer_ranks, stream
 from experiments.rank.rank_saturation import REBUTTAL, STUDY, Settings, Variant
 
 
@@ -50,23 +50,6 @@ def test_text_and_models_run_small(tmp_path: Path) -> None:
         cells = experiment.text_ranks(Variant(8, True, positions, "pre"), 8, settings, padded)
         assert set(cells["softmax"]) == {"2", "4"}
         assert 1 / 8 <= cells["hardmax"]["4"]["3"][0] <= 1
-
-
-def test_a_line_in_ln_t_fits() -> None:
-    law = fit_log_law("full", (64, 256, 1024), trials=4)
-    assert law["slope"] > 0.5
-    assert max(map(abs, law["residuals"])) < 2
-    assert [point[0] for point in law["points"]] == [64, 256, 1024]
-
-
-@pytest.mark.parametrize("block", ["pre", "post"])
-def test_ranks_of_layers_depend_on_the_stream_alone(block: str) -> None:
-    states = scaled(torch.randn(24, 16, generator=stream(1)))
-    assert abs(states.square().mean() - 1) < 1e-5
-    one, again = (layer_ranks(states, 5, block, stream(2), (0.0, 1.0)) for _ in range(2))
-    assert one.shape == (4, 2)
-    assert (one == again).all()
-    assert 1 <= one.min() <= one.max() <= 24
 
 
 def test_the_first_layer_has_the_ranks_of_its_random_heads() -> None:

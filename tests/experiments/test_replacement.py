@@ -100,19 +100,6 @@ def test_no_token_sees_later_tokens(kind: str) -> None:
     assert (logits(model, other) - whole)[:, 5:].abs().max() > 1e-4
 
 
-def test_projections_start_from_the_attention() -> None:
-    model = llama()
-    attention = [layer.self_attn for layer in model.model.layers]
-    replace_attention(model, [0], "tssa")
-    replace_attention(model, [1], "linear", feature_dim=4)
-    mixers = [layer.self_attn.mixer for layer in model.model.layers[:2]]
-    assert torch.equal(mixers[0].in_proj.weight, attention[0].v_proj.weight)
-    assert torch.equal(mixers[0].out_proj.weight, -attention[0].o_proj.weight)
-    assert torch.equal(mixers[1].q_proj.weight, attention[1].q_proj.weight)
-    assert torch.equal(mixers[1].k_proj.weight, attention[1].k_proj.weight)
-    assert torch.equal(mixers[1].out_proj.weight, attention[1].o_proj.weight)
-
-
 def test_a_cache_and_padding_are_refused() -> None:
     model = llama()
     replace_attention(model, [0], "tssa", impl="reference")

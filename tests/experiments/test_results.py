@@ -7,12 +7,10 @@ from pathlib import Path
 import pytest
 from experiments import __main__ as command
 from experiments import render
-from experiments.audits import by_layer, collapse
 from experiments.experiment import PAPER_SIZE
 from experiments.registry import EXPERIMENTS
-from experiments.results import Run, append_run, audits_to_columns, read_runs
+from experiments.results import append_run, read_runs
 from experiments.study import Study
-from experiments.tost.language_parts import frontier
 from experiments.training.cost import gpu_gib, gpu_hours
 from experiments.verdicts import BYTE_LOSS, Row
 from tests.experiments.runs import LANGUAGE, kept, made
@@ -256,47 +254,3 @@ def test_losses_per_token_are_shown_per_byte_as_well() -> None:
     assert told() == told(bytes_per_token=1.0) == "3.000"
     runs = [made(scores={"loss": 3.0}, bytes_per_token=2.0), made(scores={"loss": 3.0})]
     assert Row("", runs).scores(BYTE_LOSS) == [1.5, 3.0]
-
-
-def test_measures_of_a_row_are_of_the_last_step_and_shown_seed_by_seed() -> None:
-    def run(seed: int, last: float, *more: int) -> Run:
-        audits = {
-            str(step): {
-                f"rank/states_{name}/layers.{layer:02}": value
-                for name in ("relative_collapse", "effective_rank")
-                for layer in (0, 1)
-            }
-            for step, value in ((0, 0.5), (20, last), *((step, last) for step in more), (100, last / 2))
-        }
-        return made(rank=audits_to_columns(audits), seed=seed)
-
-    row = Row("deep", [run(0, 1.0), run(1, 3.0)])
-    assert by_layer(row, "states_effective_rank") == [1.0, 1.0]
-    assert by_layer(row, "states_effective_rank", 20) == [2.0, 2.0]
-    shown = collapse({"deep": row})["collapse"].splitlines()
-    assert shown[0] == "|  | step 0 | step 20 | step 100 |"
-    assert shown[2:] == [
-        "| deep, seed 0 | 0.500, 0.5 | 1.000, 1.0 | 0.500, 0.5 |",
-        "| deep, seed 1 | 0.500, 0.5 | 3.000, 3.0 | 1.500, 1.5 |",
-    ]
-    unwatched = Row("unwatched", [made(rank={})])
-    several = {"unwatched": unwatched, "deep": row, "often": Row("often", [run(0, 1.0, 50)])}
-    shown = collapse(several)["collapse"].splitlines()
-    assert shown[0] == "|  | step 0 | step 20 | step 50 | step 100 |"
-    assert shown[2] == "| unwatched | – | – | – | – |"
-    assert shown[3] == "| deep, seed 0 | 0.500, 0.5 | 1.000, 1.0 | – | 0.500, 0.5 |"
-
-
-def test_no_smaller_state_beats_the_frontier(tmp_path: Path) -> None:
-    experiment = EXPERIMENTS["language-parts"]
-    for name, loss in (("tost", 2.0), ("decayed", 2.5), ("linear", 1.5), ("transformer", 1.0)):
-        kept(tmp_path, name, 0, loss, experiment)
-    lines = [line.split(" | ") for line in frontier(experiment.table(tmp_path))["frontier"].splitlines()[2:]]
-    sizes = [int(cells[1].replace(",", "")) for cells in lines]
-    assert sizes == sorted(sizes)
-    assert sizes[-1] == 4 * 2 * 4 * 64 * 128, "keys and values of four layers, float32"
-    losses_so_far = [float(cells[2]) for cells in lines]
-    on = [loss == min(losses_so_far[: at + 1]) for at, loss in enumerate(losses_so_far)]
-    assert [cells[4].startswith("yes") for cells in lines] == on
-    assert 0 < sum(on) < 4
-    assert lines[-1][3] == "+0.000"

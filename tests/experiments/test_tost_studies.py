@@ -5,15 +5,11 @@ import pytest
 import torch
 from experiments.registry import EXPERIMENTS
 from experiments.tasks.listops import CLOSE, MAX, MIN
-from experiments.tasks.pathfinder import Pictures, draw_pictures
 from experiments.tasks.task import Examples
 from experiments.tost import rate_descent
 from experiments.tost.long_range import KNOWN
-from experiments.tost.shortcuts import counting_accuracy, distance_accuracy, first_accuracy
+from experiments.tost.shortcuts import counting_accuracy, first_accuracy
 from torch import Tensor, nn
-
-PATHFINDER = (2000, 6, [0, 0]), (500, 6, [0, 1])
-"""Arguments of both splits of the experiment."""
 
 
 def split(values: str, seed: int) -> Examples:
@@ -47,17 +43,6 @@ def test_counts_were_measured_on_the_data_of_the_runs() -> None:
     assert read == {KNOWN["sha256"]}
 
 
-def test_a_threshold_is_chosen_on_the_training_pictures() -> None:
-    def pictures(distances: list[float], labels: list[int]) -> Pictures:
-        dots = np.zeros((len(labels), 2, 2))
-        dots[:, 1, 0] = distances
-        return Pictures(np.empty(0), np.array(labels), np.empty(0), dots)
-
-    train = pictures([1, 2, 5, 6], [1, 1, 0, 0])
-    assert distance_accuracy(train, pictures([1, 4, 7, 8], [1, 1, 0, 1])) == 0.75
-    assert KNOWN["distance"] == distance_accuracy(*(draw_pictures(*split) for split in PATHFINDER))
-
-
 @pytest.fixture
 def ids() -> Tensor:
     return torch.randint(3, 259, (2, 20), generator=torch.Generator().manual_seed(0))
@@ -77,11 +62,6 @@ def test_a_layer_that_returns_through_the_transpose_descends(ids: Tensor) -> Non
     for block in model.model.layers:
         nn.init.normal_(block.mixer.out_proj.weight, std=0.02)
     assert all(abs(one["cosine"]) < 10 * one["chance"] for one in rate_descent.measure_layers(model, ids))
-
-
-def test_shuffling_keeps_the_words() -> None:
-    words = rate_descent.shuffled("to be or not to be", torch.Generator().manual_seed(0)).split(" ")
-    assert sorted(words) == sorted(["to", "be", "or", "not", "to", "be"])
 
 
 def test_a_small_run_has_a_table_per_model(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from experiments.study import Study
 from experiments.tasks.text import cut
-from experiments.tost.train_demo import STUDIES, Recipe, excerpt, measure, split, train, training_windows
+from experiments.tost.train_demo import STUDIES, Recipe, measure, split, train, training_windows
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -106,20 +105,6 @@ def test_training_windows_are_passages_or_pairs_of_passages(joined: float, token
             assert (passage.diff() == 1).all()
 
 
-@given(size=st.integers(60, 4000))
-def test_the_excerpt_consists_of_whole_speeches(size: int) -> None:
-    passage = excerpt("rest of a line\n\n" + PLAY, size)
-    assert len(passage) <= size
-    assert PLAY.startswith(passage)
-    assert passage.endswith("wrote.\n")
-
-
-def test_training_and_validation_do_not_overlap() -> None:
-    parts = split(PLAY, tiny())
-    assert "".join(parts) == PLAY
-    assert len(parts[1]) == pytest.approx(0.1 * len(PLAY), abs=1)
-
-
 @pytest.mark.parametrize("bundles_text", [True, False])
 def test_a_study_writes_the_model_and_its_report(tmp_path: Path, trained: Any, bundles_text: bool) -> None:
     (tmp_path / "tiny_shakespeare").mkdir()
@@ -205,13 +190,6 @@ def test_a_bundled_folder_is_small_and_names_no_place_of_its_machine(folder: Pat
     written.append(json.dumps(KEPT[f"train_{folder.name}"]))
     for place in ("/home", "/root", "/tmp", "/work", "/Users", ":\\", "_name_or_path"):
         assert not any(place in text for text in [*written, metadata]), place
-
-
-def test_the_card_is_a_page_of_its_study() -> None:
-    def cards(study: Study) -> list[str]:
-        return [path.resolve().parent.name for path in study.files(study.kept())]
-
-    assert [cards(study) for study in STUDIES] == [["demo"], ["demo_tost"], []]
 
 
 def test_the_text_is_a_passage_of_speeches() -> None:

@@ -175,30 +175,6 @@ def test_rows_and_tokens_of_many_sizes(x):
             close(rm.mean_cosine(x[None])[0], float(alike / pairs), rtol=0, atol=RTOL)
 
 
-@settings(max_examples=20)
-@given(x=mixed_matrices(), y=mixed_matrices(), z=mixed_matrices())
-def test_heads_of_many_sizes(x, y, z):
-    heads = [h[:2] for h in (x, y, z)]
-    with localcontext(EXACT):
-        exact = [decimals(h) for h in heads]
-        wanted = [
-            [
-                over(
-                    norm([[v - w for v, w in zip(*pair, strict=True)] for pair in zip(a, b, strict=True)]),
-                    SHORT.sqrt(norm(a) ** 2 + norm(b) ** 2),
-                )
-                for b in exact
-            ]
-            for a in exact
-        ]
-    close(
-        rm.head_distance(torch.stack(heads)),
-        torch.tensor(wanted, dtype=torch.float64),
-        rtol=RTOL,
-        atol=5e-324,
-    )
-
-
 def rate(x: torch.Tensor, eps: float) -> float:
     """½ log det(I + D/(nε²) Z Zᵀ), the determinant of at most 3×3 without a rounding that counts."""
     with localcontext(EXACT):

@@ -116,14 +116,6 @@ def test_a_failure_on_any_thread_reaches_the_caller(failure):
         Recorded(failure).run((), 8, 2)
 
 
-@pytest.mark.parametrize(("count", "workers"), [(37, 3), (1, 3), (5, 1), (0, 2), (2, 8)])
-def test_every_task_is_done_once(count, workers):
-    loop = Recorded()
-    loop.run((), count, workers)
-    assert sorted(loop.done) == list(range(count))
-    assert len(loop.by) <= workers
-
-
 def test_threads_that_are_busy_with_another_call_hold_nobody_up():
     """The only helper waits for the end of this test."""
     over, begun = threading.Event(), threading.Event()
@@ -135,14 +127,6 @@ def test_threads_that_are_busy_with_another_call_hold_nobody_up():
     assert held.result()
     assert sorted(loop.done) == list(range(9))
     assert loop.by == {threading.get_ident()}
-
-
-def test_torch_and_the_cores_limit_the_number_of_threads(monkeypatch):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
-    for cores, expected in ((2, 2), (64, 8), (None, 1)):
-        monkeypatch.setattr(os, "cpu_count", lambda cores=cores: cores)
-        assert cpu_chunks.threads_for(cpu_chunks.TWO_THREADS_FROM) == expected
-        assert cpu_chunks.threads_for(cpu_chunks.TWO_THREADS_FROM - 1) == 1
 
 
 @causalities

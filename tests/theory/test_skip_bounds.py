@@ -1,4 +1,4 @@
-"""Bounds of a λ-skip: never violated, by random states, chosen ones, or ascent on violation."""
+"""Bounds of a λ-skip: never violated, by random states and chosen ones; `experiments` searches by ascent."""
 
 import math
 
