@@ -183,7 +183,7 @@ def test_what_the_first_sentence_says_of_doubled_widths_holds_for_the_curve(opti
 )
 def test_training_at_k_star_is_advised_only_if_it_can_save(options: dict[str, Any], asked: bool) -> None:
     said = plan_document(plan_head_dim(**{"tokens": 64, "trials": 3, **options})).verdict.no_action
-    assert ("lower limit and a second candidate" in said) == ("recorded training runs" in said) == asked
+    assert ("lower limit and a second candidate" in said) == asked
     assert "Trained heads require 15 to 30" in said
 
 
