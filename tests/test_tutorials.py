@@ -22,7 +22,7 @@ BLOCK = re.compile(
     re.DOTALL | re.MULTILINE,
 )
 DECIMAL = re.compile(r"\d+\.\d+")
-SECONDS = re.compile(r"\b\d+ s$", re.MULTILINE)
+SECONDS = re.compile(r"\b\d+\s+s$", re.MULTILINE)
 TOLERANCE = 0.02
 """Relative tolerance of decimals. Initial weights changed by 1e-7, as by rounding, change the losses of
 `repair-collapse.md` after 120 steps by up to 0.2 %; weights changed by 1e-5 change them by up to 1.7 %."""

@@ -9,43 +9,13 @@ import benchmarks.__main__ as command
 import numpy as np
 import pytest
 import torch
-from benchmarks import estimate, harness, language, state_space, tssa
-from benchmarks.harness import in_fresh_process, peak_mib, race, ratio
+from benchmarks import estimate, language, state_space, tssa
+from benchmarks.harness import in_fresh_process, peak_mib, ratio
 from benchmarks.tssa import EAGER, OURS, REFERENCE, SDPA, contenders, crossover, errors, inputs, is_right
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
 KEPT = {path.stem: json.loads(path.read_text()) for path in (ROOT / "benchmarks" / "results").glob("*.json")}
-
-
-def clock_of(seconds, order):
-    """Return a clock, and calls by name that take `seconds` of it and note their name."""
-    now = [0.0]
-
-    def named(name):
-        def call():
-            order.append(name)
-            now[0] += seconds
-
-        return call
-
-    return (lambda: now[0]), {name: named(name) for name in "ab"}
-
-
-def test_every_run_of_a_race_has_its_rounds():
-    order = []
-    clock, calls = clock_of(1.2 * harness.MIN_READING, order)  # one call is a reading
-    seconds = race(calls, 2, CPU, clock)
-    assert "".join(order) == "abab" + "aabb" + "bbaa"  # two calls to warm up, then untimed and timed calls
-    assert seconds == {name: pytest.approx([1.2 * harness.MIN_READING] * 2) for name in "ab"}
-
-
-def test_a_short_call_is_repeated_within_a_reading():
-    order = []
-    clock, calls = clock_of(0.01 * harness.MIN_READING, order)
-    seconds = race(calls, 1, CPU, clock)
-    assert order.count("a") >= 100
-    assert seconds["a"] == pytest.approx([0.01 * harness.MIN_READING])
 
 
 def test_the_interval_of_a_ratio_holds_the_median_in_95_percent_of_samples():

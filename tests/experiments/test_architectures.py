@@ -1,8 +1,6 @@
 """Every architecture: entries of the check, the page made of them, and resumed runs."""
 
-import os
 from contextlib import nullcontext
-from multiprocessing import Pipe
 from types import SimpleNamespace
 
 import pytest
@@ -83,24 +81,6 @@ def test_an_interrupted_run_resumes(monkeypatch, tmp_path):
     assert measured == ["a", "b", "c", "c"]
     assert (list(report["entries"]), report["model_types"]) == (["a", "b", "c"], 3)
     assert not experiment.PROGRESS.exists()
-
-
-@pytest.mark.parametrize(
-    ("exitcode", "hangs", "why"),
-    [(-9, True, "not done in 0 s"), (-24, False, "not done in 0 s"), (1, False, "its process ended with 1")],
-)
-def test_a_process_without_an_answer_has_a_reason(monkeypatch, exitcode, hangs, why):
-    (answers, sender), killed = Pipe(duplex=False), []
-    process = SimpleNamespace(
-        start=lambda: None, join=lambda: None, kill=lambda: killed.append(True), exitcode=exitcode
-    )
-    copy = os.dup(sender.fileno()) if hangs else None  # its end of the pipe stays open
-    context = SimpleNamespace(Pipe=lambda duplex: (answers, sender), Process=lambda **settings: process)
-    monkeypatch.setattr(experiment.multiprocessing, "get_context", lambda name: context)
-    assert experiment.run_one("bert", seconds=0) == {"ran": False, "why": why}
-    assert bool(killed) == hangs
-    if copy is not None:
-        os.close(copy)
 
 
 # --- the page --------------------------------------------------------------------------------------------

@@ -30,16 +30,6 @@ def test_a_row_of_a_group_equals_its_own_blocks(mixer: str) -> None:
         torch.testing.assert_close(row, x[0], rtol=1e-9, atol=1e-11)  # float64, three normed layers
 
 
-def test_a_learned_skip_starts_as_the_fixed_skip() -> None:
-    config = experiment.config_of(Stack(mixer="mamba2", skip=-1.0), SMALL)
-    fixed = Block(config, 0).double().eval()
-    config.skip = "learned"
-    learned = Block(config, 0).double().eval()
-    learned.load_state_dict(fixed.state_dict(), strict=False)
-    x = torch.randn(1, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(learned(x)[0], fixed(x)[0])
-
-
 def test_curves_are_means_over_seeds() -> None:
     group = [Stack(mixer="softmax", skip=skip) for skip in (0.0, 1.0)]
     found = experiment.curves_of(group, SMALL)

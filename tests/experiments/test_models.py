@@ -12,8 +12,6 @@ from experiments.training.config import TrainingConfig
 from experiments.training.cost import weights_of
 from experiments.training.models import MODELS, build_model, model_config, parameter_count
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 PLACE = {"task": "mqar", "tokens": 16, "width": 16, "heads": 2}
 
@@ -120,25 +118,6 @@ def test_the_estimate_of_memory_is_what_a_step_keeps(name: str) -> None:
     activations = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
     estimated = cost.gpu_gib(row) * 2**30 - 16 * weights_of(row)
     assert 0.75 < activations / estimated < 1.35
-
-
-@pytest.mark.parametrize("tokens", [64, 1024])
-def test_the_estimate_of_time_counts_the_square_of_the_length(
-    tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cost, "START", 0.0)
-    row = TrainingConfig(model="softmax", **STEP | {"tokens": tokens})
-    model, ids = build_model(row, task_of(row)), torch.randint(3, 259, (row.batch, row.tokens))
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        model(input_ids=ids, labels=ids).loss.backward()
-    estimated = cost.gpu_hours(row) * 3600 * cost.SPEED
-    assert 0.75 < counter.get_total_flops() / estimated < 1.35
-
-
-def test_options_of_one_mixer_do_not_change_another(task: Task) -> None:
-    options = {"mixer_options": {"tssa": {"conv_tokens": 3}}}
-    made = model_config(TrainingConfig(model="tost-hybrid", model_options=options, **PLACE), task)
-    assert made.mixer_options == {"tssa": {"conv_tokens": 3}, "softmax": {"rotary_base": 10_000}}
 
 
 def test_sizes_and_options_that_no_model_has_are_refused(task: Task) -> None:

@@ -14,11 +14,6 @@ import rankwise as rw
 CONTENT = experiment.STUDY.kept()
 
 
-def made_up(sets: dict[str, float]) -> dict[str, Any]:
-    guides = {"importance": [3.0, 1.0], "rank": [1.0, 2.0], "swap": [5.0, 4.0]}
-    return {"guides": guides, "sets": {name: {"tuned": loss} for name, loss in sets.items()}}
-
-
 def test_every_set_was_run() -> None:
     for run in CONTENT["runs"]:
         assert len(run["sets"]) == 2 ** len(run["guides"]["importance"])
@@ -29,19 +24,6 @@ def test_every_set_was_run() -> None:
         )  # more than tuning alone moves it
         for before, after in ((one["before"], one["after"]) for one in run["distillation"]):
             assert after < before
-
-
-def test_orders_follow_their_guides_and_are_compared_by_the_sets_between() -> None:
-    run = made_up({"": 1.0, "0": 1.5, "1": 1.25, "0 1": 2.0})
-    orders = experiment.orders(run)
-    assert (orders[experiment.GUIDES["importance"]], orders[experiment.GUIDES["rank"]]) == ((1, 0), (0, 1))
-    assert experiment.losses(run, (1, 0)) == [1.0, 1.25, 2.0]
-    every = [(0, 1), (1, 0)]
-    assert [experiment.better(run, order, every) for order in every] == [1, 0]
-    assert (experiment.adds(run, 0), experiment.adds(run, 1)) == (0.625, 0.375)
-    assert experiment.among_last(run) == (0, 0)
-    assert experiment.among_last({**run, "guides": {**run["guides"], "importance": [1.0, 3.0]}}) == (1, 1)
-    assert experiment.places([run]).endswith("last to first 0 of 1")
 
 
 def test_layers_are_distilled_and_tuned() -> None:

@@ -72,15 +72,6 @@ def test_pixels_are_lit_where_dashes_and_dots_are_and_nowhere_else(easy: Picture
         assert np.abs(pixels - light).max() <= 0.5 + 255 * 2 / 64  # rounding, and half a step of 2/32 pixels
 
 
-def test_half_of_the_dots_are_joined_and_their_distance_tells_little(easy: Pictures) -> None:
-    n = len(easy.labels)
-    assert abs(easy.labels.sum() - n / 2) < 5 * n**0.5 / 2
-    apart = np.hypot(*(easy.dots[:, 0] - easy.dots[:, 1]).T)
-    joined, parted = apart[easy.labels == 1], apart[easy.labels == 0]
-    nearer = (joined[:, None] < parted).mean()  # 0.60 in 4,096 pictures
-    assert abs(nearer - 0.6) < 5 * (1 / 12 * (1 / len(joined) + 1 / len(parted))) ** 0.5
-
-
 def test_contours_turn_as_continuity_allows(easy: Pictures) -> None:
     contour = easy.dashes[:, 0:12:2]  # the first contour of each picture
     along = contour[:, :, 1] - contour[:, :, 0]

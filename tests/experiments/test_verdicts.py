@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from experiments.rank.head_width import WIDTHS, curves, label, same_place
 from experiments.verdicts import NORMAL, STUDENT, Row, below, close_to, decide_difference, exceeds, within
 from tests.experiments.runs import LANGUAGE, kept, made
 
@@ -104,45 +103,3 @@ def test_few_examples_tell_little_of_an_accuracy() -> None:
     for chance, verdict in ((0.8, None), (0.7, True), (1.6 - above, None), (1.58 - above, True)):
         two = rows(400, None, chance)
         assert decide_difference(1.0, two, "accuracy", dict(zip("ab", two, strict=True))) is verdict
-
-
-@pytest.mark.parametrize(
-    ("ranks", "scores", "examples", "holds"),
-    [
-        ((1, 2, 4, 4, 4, 4), (0.1, 0.2, 0.4, 0.4, 0.4, 0.4), 10_000, True),
-        ((1, 2, 4, 4, 4, 4), (0.1, 0.1, 0.1, 0.4, 0.4, 0.4), 10_000, True),
-        ((1, 2, 4, 4, 4, 4), (0.1, 0.1, 0.1, 0.1, 0.4, 0.4), 10_000, False),
-        ((1, 2, 4, 4, 4, 4), (0.01, 0.02, 0.04, 0.04, 0.04, 0.04), 10_000, None),
-        ((1, 2, 4, 4, 4, 4), (0.1, 0.1, 0.1, 0.1, 0.1, 0.4), 10_000, False),
-        ((1, 1, 1, 1, 1, 1), (0.4, 0.4, 0.4, 0.4, 0.4, 0.4), 10_000, False),
-        ((1, 2, 4, 4, 4, 4), (0.1, 0.2, 0.4, 0.4, 0.4, 0.4), 3, None),
-        ((1, 1, 3.7, 3.7, 3.7, 4), (0.1, 0.2, 0.4, 0.4, 0.4, 0.4), 10_000, False),
-    ],
-    ids=[
-        "at one width",
-        "a factor of 2",
-        "a factor of 4",
-        "nothing learned",
-        "apart",
-        "flat",
-        "of few examples",
-        "rank grows to the end",
-    ],
-)
-def test_flat_curves_do_not_saturate_together(
-    ranks: tuple, scores: tuple, examples: int, holds: bool | None
-) -> None:
-    table = {}
-    for width, rank, score in zip(WIDTHS, ranks, scores, strict=True):
-        # class attention has rank 1 at any width
-        found = {"places": ["layers.00", "layers.01.cross"], "steps": {"0": [rank, 1.0]}}
-        run = made(
-            {"evaluate_on": None},
-            scores={"accuracy": score},
-            rank={"heads_effective_rank": found},
-            chance=0.05,
-            data={"test": examples},
-        )
-        table[label(width, False)] = Row(label(width, False), [run] * 2)
-    assert same_place(False).decide(table)[0] is holds
-    assert curves(table, False) == (list(ranks), list(scores))

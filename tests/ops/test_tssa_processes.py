@@ -1,6 +1,5 @@
-"""Several processes: caches that they share, compilations that are cut short, and forks."""
+"""Several processes: caches that they share, and forks."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -70,41 +69,6 @@ def test_processes_that_compile_different_signatures_at_once_hand_each_other_no_
             assert [racer.stdout.readline() for racer in racers] == ["True\n"] * 2, (turn, stage)
     for racer in racers:
         racer.communicate(timeout=60)
-
-
-LIVES = """
-import os, sys
-import rankwise.ops.cpu_chunks  # once for all lives
-
-for life in sys.argv[1:]:
-    pid = os.fork()
-    if pid == 0:
-        from numba.core import caching
-        factor, end, cache = life.split(",")
-        sys.dont_write_bytecode = True
-        with open("loop.py", "w") as file:
-            file.write(f"FACTOR = {factor}\\n" + CODE)
-        from loop import *
-        numba.config.CACHE_DIR = cache
-        if end != "none":
-            setattr(caching.IndexDataCacheFile, end, lambda *given: os._exit(7))
-        os._exit(0 if right(fresh(), np.float32) else 1)
-    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
-"""
-LIVES = LIVES.replace("CODE", repr(LOOP))
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="lives are forks of one process")
-def test_after_a_process_that_died_while_it_saved_the_next_is_right(folder, monkeypatch):
-    """Also if the source changed in between: then the old code has a new index."""
-    monkeypatch.chdir(folder)
-    ends = ("_save_index", "_save_data")
-    lives = [
-        f"{factor},{died},{end}"
-        for end in ends
-        for factor, died in ((2, end), (2, "none"), (3, end), (3, "none"))
-    ]
-    assert start(folder, LIVES, *lives).communicate(timeout=300)[0].split() == ["7", "0", "7", "0"] * 2
 
 
 FORKED = """

@@ -131,18 +131,6 @@ def test_the_global_generator_is_neither_read_nor_moved():
 interpolated = partial(random_head_rank, interpolate=True)
 
 
-@pytest.mark.parametrize("ask", [random_head_rank, interpolated])
-def test_asking_again_computes_nothing(ask):
-    first = ask(101, 5, "causal", trials=2)
-    with Operations() as seen:
-        assert ask(101, 5, "causal", trials=2) == first
-        assert ask(101, 5, "causal", temperature=math.sqrt(5), trials=2) == first
-    assert not seen.functions
-    with Operations() as seen:
-        ask(101, 6, "causal", trials=2)
-    assert seen.functions
-
-
 def test_one_trial_has_no_spread():
     null = random_head_rank(10, 4, trials=1)
     assert (math.isnan(null.std), null.trials) == (True, 1)
