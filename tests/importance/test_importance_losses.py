@@ -15,8 +15,6 @@ from torch.nn import functional as F
 import rankwise as rw
 from rankwise.importance import ImportanceSettings, losses
 
-STATES_ALONE = encoder(), [{"input_ids": ids()}]
-
 
 def nats(logits, labels):
     return F.cross_entropy(logits.flatten(0, -2).double(), labels.flatten()).item()
