@@ -1,5 +1,6 @@
 """The chosen loss fits the model and has the value that its name promises."""
 
+import copy
 import dataclasses
 import math
 
@@ -274,3 +275,127 @@ def test_channels_of_mamba_have_exact_costs():
     after = nats(model(ids()).logits[:, :-1], ids()[:, 1:])
     # differences of two float32 losses of about 3: 2^-24 of that, a dozen times over
     assert importance.sites[0].exact[3] == pytest.approx(after - before, abs=5e-6)
+
+
+def without_head(model, layer, head):
+    """Return a copy of a BERT whose attention output does not read a head."""
+    other = copy.deepcopy(model)
+    weight = other.bert.encoder.layer[layer].attention.output.dense.weight.data
+    width = weight.shape[1] // 2
+    weight[:, head * width : (head + 1) * width] = 0
+    return other
+
+
+def moved(before, after):
+    """Return the mean over sequences of ‖Y' − Y‖²/‖Y‖²."""
+    change = (after - before).double().square().flatten(1).sum(1)
+    return (change / before.double().square().flatten(1).sum(1)).mean().item()
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "fields"),
+    [
+        ("BertForQuestionAnswering", {}, ("start_logits", "end_logits")),
+        ("BertForSequenceClassification", {"num_labels": 1}, ("logits",)),
+        ("BertForSequenceClassification", {"problem_type": "regression", "num_labels": 3}, ("logits",)),
+        ("BertForSequenceClassification", {"problem_type": "multi_label_classification"}, ("logits",)),
+    ],
+)
+def test_the_change_is_that_of_every_result_and_never_a_softmax_of_scores(kind, settings, fields):
+    """The KL divergence of one class is 0, whatever the head does."""
+    model, batch = bert(kind, **settings), {"input_ids": ids()}
+    importance = measure(model, [batch], ImportanceSettings(exact=True, tolerance=None))
+    named = f" ({', '.join(fields)})" if fields != ("logits",) else ""
+    assert importance.loss == f"relative squared change of the output{named}"
+    with torch.no_grad():
+        before, after = model(**batch), without_head(model, 0, 1)(**batch)
+    by_hand = np.mean([moved(before[field], after[field]) for field in fields])
+    # differences of float32 outputs of relative size 1e-2 or more
+    assert importance.sites[0].exact[1] == pytest.approx(by_hand, rel=1e-4)
+    assert by_hand > 0
+
+
+def test_logits_of_another_size_than_the_classes_are_values():
+    model = bert("BertForTokenClassification", num_labels=3)
+    assert measure(model, [{"input_ids": ids()}], CHEAP).loss.startswith("KL divergence")
+    model.classifier = nn.Linear(16, 12)  # as pixels of a patch
+    assert measure(model, [{"input_ids": ids()}], CHEAP).loss == "relative squared change of the output"
+
+
+def test_a_tuple_of_results_is_read_in_a_dict_and_encoder_states_are_not():
+    first, second, encoded = torch.randn(3, 2, 4, 5).unbind()
+    assert losses.results_of({"params": (first, second), "encoder_last_hidden_state": encoded}) == {
+        "params": [first, second]
+    }
+    assert [*losses.results_of({"class_queries_logits": first, "masks_queries_logits": second})] == [
+        "class_queries_logits",
+        "masks_queries_logits",
+    ]
+    assert [*losses.results_of({"pooler_output": first, "last_hidden_state": second})] == [
+        "last_hidden_state"
+    ]
+    assert [*losses.results_of({"hidden_states": (first,)})] == ["hidden_states"]
+    assert losses.results_of((torch.tensor(1.0), (first, second), encoded)) == {"": [first, second]}
+    assert losses.results_of({"loss": torch.tensor(1.0)}) == {}
+
+
+def test_a_loss_that_the_model_returns_for_other_labels_is_used():
+    model, tokens = bert("BertForQuestionAnswering"), ids()
+    batch = {"input_ids": tokens, "start_positions": tokens[:, 0] % 10, "end_positions": tokens[:, 1] % 10}
+    importance = measure(model, [batch], ImportanceSettings(exact=True, tolerance=None))
+    assert importance.loss == "the model's own, one number a batch"
+    before, after = (run(**batch).loss.item() for run in (model, without_head(model, 0, 1)))
+    assert importance.value == pytest.approx(before, rel=1e-6)
+    assert importance.sites[0].exact[1] == pytest.approx(after - before, abs=5e-6)
+
+
+def test_choices_on_an_axis_of_their_own_have_the_loss_of_the_model():
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 24, "n_positions": 32, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    model = transformers.GPT2DoubleHeadsModel(transformers.GPT2Config(**sizes)).eval()
+    tokens = torch.stack([ids(), ids(seed=2)], 1)
+    batch = {"input_ids": tokens, "mc_token_ids": torch.full((3, 2), 9), "labels": tokens}
+    batch["mc_labels"] = torch.tensor([0, 1, 0])
+    importance = measure(model, [batch], CHEAP)
+    assert importance.loss == "the model's own, one number a batch"
+    assert importance.value == pytest.approx(model(**batch).loss.item(), rel=1e-6)
+
+
+class Noisy(nn.Module):
+    """A model that adds noise to its input in every pass."""
+
+    def __init__(self, noise=0.5):
+        super().__init__()
+        torch.manual_seed(0)
+        layers = (nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(2))
+        self.noise, self.layers = noise, nn.ModuleList(layers)
+
+    def forward(self, x):
+        x = x + self.noise * torch.randn_like(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_random_numbers_are_the_same_in_every_pass():
+    model, batch = Noisy().eval(), torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(1))
+    state = torch.get_rng_state()
+    importance = measure(model, [batch], ImportanceSettings(exact=True))
+    assert torch.equal(torch.get_rng_state(), state)
+    (note,) = importance.notes
+
+    def output(seed, head=None):
+        other = copy.deepcopy(model)
+        if head is not None:
+            other.layers[0].self_attn.out_proj.weight.data[:, 4 * head : 4 * head + 4] = 0
+        with torch.random.fork_rng(), torch.no_grad():
+            torch.manual_seed(seed)
+            return other(batch)
+
+    for head in (0, 1):
+        by_hand = moved(output(0), output(0, head))
+        assert importance.sites[0].exact[head] == pytest.approx(by_hand, rel=1e-4)
+    noise = moved(output(0), output(1))
+    assert importance.sites[0].exact.max() < noise / 10
+    assert f"the loss of batch 1 changes by {noise:.2g} of its squared norm" in note
+    assert measure(Noisy(0.0).eval(), [batch], ImportanceSettings(exact=True)).notes == []

@@ -1,13 +1,15 @@
 """Run a model on a batch, and change a model reversibly."""
 
 import inspect
+import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -30,13 +32,14 @@ def config_value(source: Any, *names: str, default: Any = None) -> Any:
         return default
 
 
-def run_model(model: nn.Module, batch: Batch) -> Any:
+def run_model(model: nn.Module, batch: Batch, *, seed: int | None = 0) -> Any:
     """Call ``model(**batch)`` for a dict, ``model(*batch)`` for a tuple or list, otherwise ``model(batch)``.
 
     A dict is passed as one argument if ``forward`` takes one, as that of sentence-transformers does.
 
     The model gets a copy of the batch and of its own buffers: a cache, a counter or running statistics that
-    the model writes would otherwise change the next run.
+    the model writes would otherwise change the next run. Runs of equal ``seed`` draw the same random numbers,
+    so that a change of the output is due to a change of the model; None leaves them to the process.
 
     Raises:
         InputError: if a transformers model would read the second item of a tuple as a mask, or an object in
@@ -55,7 +58,7 @@ def run_model(model: nn.Module, batch: Batch) -> Any:
             "next tokens; or name the items: `[{'input_ids': x, 'labels': y} for x, y in batches]` for one "
             "label per token, `'attention_mask': y` for a mask.",
         )
-    with preserve_state(model):
+    with preserve_state(model), nullcontext() if seed is None else preserve_random_state(model, seed):
         if isinstance(batch, Mapping):
             return model(**batch)
         return model(*batch) if isinstance(batch, tuple | list) else model(batch)
@@ -163,11 +166,38 @@ def fresh_autocast_cache() -> Iterator[None]:
         torch.clear_autocast_cache()
 
 
-def preserve_random_state(model: nn.Module) -> AbstractContextManager[None]:
-    """Return a context manager that restores torch's random state on the CPU and on a model's devices."""
+@contextmanager
+def preserve_random_state(model: nn.Module, seed: int | None = None) -> Iterator[Callable[[], bool]]:
+    """Context manager that restores the random states of torch, on the devices of a model, NumPy and Python.
+
+    With ``seed``, the block begins in the states of this seed. Yield a function that returns True if random
+    numbers were drawn from torch.
+    """
     devices = {weight.device for weight in model.parameters() if weight.device.type not in ("cpu", "meta")}
-    kind = next(iter(devices)).type if devices else "cuda"
-    return torch.random.fork_rng([device.index or 0 for device in devices], device_type=kind)
+    kind, indices = next(iter(devices)).type if devices else "cuda", [device.index or 0 for device in devices]
+    module, numpy_state, python_state = (
+        torch.get_device_module(kind),
+        np.random.get_state(),
+        random.getstate(),
+    )
+
+    def states() -> list[Tensor]:
+        return [torch.get_rng_state(), *(module.get_rng_state(index) for index in indices)]
+
+    try:
+        with torch.random.fork_rng(indices, device_type=kind):
+            if seed is not None:
+                torch.default_generator.manual_seed(seed)  # `torch.manual_seed` seeds every device
+                for index in indices:
+                    with module.device(index):
+                        module.manual_seed(seed)
+                np.random.seed(seed)
+                random.seed(seed)
+            before = states()
+            yield lambda: not all(map(torch.equal, before, states()))
+    finally:
+        np.random.set_state(numpy_state)
+        random.setstate(python_state)
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -13,7 +13,6 @@ from rankwise._internals.batches import Batch, batch_size, drop_unused_labels, t
 from rankwise._internals.forward import (
     device_of,
     fresh_autocast_cache,
-    preserve_random_state,
     run_model,
     without_copies,
 )
@@ -262,16 +261,14 @@ class Run:
     def _measure_at_init(self, batches: Iterable[Batch], settings: AtInitSettings) -> None:
         self.built = built_words(self.model, settings)
         try:
-            with preserve_random_state(self.model):
-                for seed, model in initial_copies(self.model, settings):
-                    torch.manual_seed(seed)  # dropout draws random numbers in training mode
-                    name = f"seed {seed} of {settings.seeds} at initialization"
-                    run = Run(model, self._for_copy(name))
-                    run.run(batches)
-                    if not run.complete:
-                        raise KeyboardInterrupt
-                    self.copies[seed] = run.statistics
-                    del run, model  # release the copy before the next one is built
+            for seed, model in initial_copies(self.model, settings):
+                name = f"seed {seed} of {settings.seeds} at initialization"
+                run = Run(model, self._for_copy(name))
+                run.run(batches)
+                if not run.complete:
+                    raise KeyboardInterrupt
+                self.copies[seed] = run.statistics
+                del run, model  # release the copy before the next one is built
         except KeyboardInterrupt:
             self.complete = False
             self.notes.append(

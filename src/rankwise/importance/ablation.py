@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from rankwise._internals.batches import Batch, drop_unused_labels, each_batch, to_device
-from rankwise._internals.forward import device_of, run_model
+from rankwise._internals.forward import device_of, preserve_random_state, run_model
 from rankwise.errors import InputError
 from rankwise.importance.gated_passes import GatedPasses, NotDifferentiableError, quoted
 from rankwise.importance.loss_choice import choose_loss
@@ -115,6 +115,11 @@ def measure_importance(
     if passes.empty:
         empty = f"{passes.empty} of {passes.sequences} sequences have no label to predict and do not count"
         notes.append(f"{empty}: one token, or labels of {IGNORE_INDEX} alone")
+    if passes.draws and (noise := passes.noise()):
+        notes.append(
+            "the model draws random numbers, the same in every pass; with others, the loss of batch 1 "
+            f"changes by {noise:.2g} {passes.loss.unit}: smaller costs may differ too"
+        )
     costs, costs_of_blocks = _estimates(passes, placed, notes) if has_costs else ({}, {})
     removable, complete = None, True
     try:
@@ -220,12 +225,14 @@ def _start(
         if state.layer > 0:
             placed[state.name] = state.stack, state.layer - 1
 
-    with torch.no_grad(), capture(model, on_mixer=lambda site: None, on_state=note, **capturing):
-        output = run_model(model, to_device(inputs, device_of(model)))
+    capturing_all = capture(model, on_mixer=lambda site: None, on_state=note, **capturing)
+    with torch.no_grad(), capturing_all, preserve_random_state(model, 0) as draws:
+        output = run_model(model, to_device(inputs, device_of(model)), seed=None)
+        drawn = draws()
     loss, batches = choose_loss(model, every, output, settings)
     del output
     passes = GatedPasses(model, batches, loss, settings, capturing, say)
-    passes.forward += 1
+    passes.forward, passes.draws = 1, drawn
     return passes, placed
 
 

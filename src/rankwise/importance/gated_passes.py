@@ -198,6 +198,8 @@ class GatedPasses:
         self.ungated: dict[tuple[Address, int], None] = {}
         self.heads: dict[Address, GateSums] = {}
         self.blocks: dict[str, GateSums] = {}
+        self.draws = False
+        """True if the model draws random numbers."""
         self._finite: list[Tensor] = []
 
     def whole(self, blocks: Iterable[str] = (), *, gradients: bool = False) -> None:
@@ -347,16 +349,26 @@ class GatedPasses:
             total += float(losses.total[finite].sum())
         return total / self.count
 
+    def noise(self) -> float:
+        """Return by how much the loss of the first batch changes if the model draws other random numbers."""
+        batch, finite, losses = self.batches[0], self._finite[0], list[float]()
+        for seed in (0, 1):
+            with torch.no_grad():
+                read = self.loss.read(self._run(batch, Removal({}, ()), seed=seed), batch)
+            losses.append(float(read.total[finite].sum() / read.count[finite].sum()))
+        return abs(losses[1] - losses[0])
+
     def _run(
         self,
         batch: LossBatch,
         intervention: Intervention,
         on_mixer: Callable[[CapturedMixer], None] = lambda site: None,
+        seed: int = 0,
     ) -> Any:
         self.forward += 1
         options = self._capturing | {"intervention": intervention, "on_mixer": on_mixer}
         with capture(self.model, on_state=lambda state: None, **options):
-            return run_model(self.model, to_device(batch.batch, self._device))
+            return run_model(self.model, to_device(batch.batch, self._device), seed=seed)
 
 
 def _by_sequence(gradient: Tensor, finite: Tensor) -> Floats:

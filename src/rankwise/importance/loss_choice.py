@@ -37,6 +37,8 @@ SAME_LOSS = 0.01
 Given = Callable[[LossBatch], Tensor | None]
 
 CAUSAL_CLASSES = ("ForCausalLM", "LMHeadModel", "LMHead", "DoubleHeadsModel")
+NOT_ONE_CLASS = ("regression", "multi_label_classification")
+"""Problem types of transformers in which logits are no choice among classes."""
 MASKED_CLASSES = ("ForMaskedLM", "ForPreTraining")
 
 
@@ -114,7 +116,8 @@ def _fitting_loss(model: nn.Module, batch: LossBatch, output: Any, settings: Imp
     if name == "own":
         return FunctionLoss(lambda output, batch: loss_of(output), "the model's own, one number a batch")
     logits = named_tensor(output, "logits")
-    compared = DivergenceLoss() if logits is not None and logits.dim() in (2, 3) else StateLoss()
+    classes = logits is not None and _may_be_classes(model, logits)
+    compared = DivergenceLoss() if classes else StateLoss(output)
     if labels is not None and settings.loss == "auto":
         compared.note = _unused(labels, "they are not one class per position of the output")
     return compared
@@ -151,7 +154,7 @@ def _fitting(
             return "own"
         logits = first_floating(output)
     if logits is None:
-        return "output"
+        return "output" if named_tensor(output, "loss") is None else "own"
     if decodes and generates and logits.dim() == 3:
         return "encoder-decoder"
     masked = any(name.endswith(MASKED_CLASSES) for name in names)
@@ -161,7 +164,9 @@ def _fitting(
         if returned is None:
             return "labels" if _of_places(labels, output) else "output"
         return "labels" if _is_classes(labels, output) else "own"
-    return "masked" if masked and mask_token is not None and logits.dim() == 3 else "output"
+    if masked and mask_token is not None and logits.dim() == 3:
+        return "masked"
+    return "output" if named_tensor(output, "loss") is None else "own"
 
 
 def _given(position: int | None, batch: LossBatch) -> Tensor | None:
@@ -175,10 +180,35 @@ def _given(position: int | None, batch: LossBatch) -> Tensor | None:
     return labels if isinstance(labels, Tensor) else None
 
 
+def _may_be_classes(model: nn.Module, logits: Tensor) -> bool:
+    """Return True if a softmax of logits (B, C) or (B, T, C) may be over classes.
+
+    One logit is a score. A model that states numbers of classes has logits of one of them, else values such
+    as pixels.
+    """
+    kind = config_value(model, "problem_type")
+    if logits.dim() not in (2, 3) or logits.shape[-1] < 2 or kind in NOT_ONE_CLASS:
+        return False
+    counts = class_counts(getattr(model, "config", None))
+    return not counts or logits.shape[-1] in counts
+
+
+def class_counts(config: Any) -> set[int]:
+    """Return the numbers of words and labels in a configuration and in the ones inside it, also plus one.
+
+    Detection has one more class, "no object".
+    """
+    inner = [value for value in getattr(config, "__dict__", {}).values() if hasattr(value, "model_type")]
+    named = [config_value(config, name) for name in ("vocab_size", "num_labels")]
+    own = {count + more for count in named if isinstance(count, int) for more in (0, 1)}
+    return own.union(*map(class_counts, inner))
+
+
 def _of_places(labels: Tensor, output: Any) -> bool:
     """Return True if labels are one integer per position of the logits, with at least two classes."""
-    shape = logits_of(output).shape
-    return not labels.is_floating_point() and labels.shape == shape[:-1] and shape[-1] > 1
+    shape = logits_of(output).shape  # with choices on an axis of their own, the model's own loss is used
+    fits = labels.shape == shape[:-1] and len(shape) < 4
+    return fits and not labels.is_floating_point() and shape[-1] > 1
 
 
 def _is_classes(labels: Tensor | None, output: Any) -> bool:

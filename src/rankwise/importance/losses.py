@@ -1,6 +1,7 @@
 """Losses for the importance of heads: cross-entropy of labels, change of the output, or a user's function."""
 
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,13 +13,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from rankwise._internals.batches import Batch, drop_unused_labels, tensors_of, to_device
+from rankwise._internals.batches import Batch, drop_unused_labels, tensors_in, tensors_of, to_device
 from rankwise._internals.forward import device_of, eval_mode, run_model
 from rankwise._internals.linalg import as_float64
 from rankwise.errors import InputError
 
 IGNORE_INDEX = -100
 """Label of positions that are not predicted, as in PyTorch and transformers."""
+AUXILIARY = re.compile(r"hidden_state|attentions|past_key_values|cache|^encoder_|^pooler|^(loc|scale|static)")
+"""Names of fields of an output that are not its result: states within the model, scales of the input."""
 CHUNK = 2**22
 """Number of logits whose softmax is computed at once: 16 MiB in float32."""
 LOSS_HINT = (
@@ -51,15 +54,36 @@ def named_tensor(output: Any, name: str) -> Tensor | None:
 
 def first_floating(output: Any) -> Tensor:
     """Return the first floating-point tensor (B, …) of a model's output; raise if there is none."""
-    for value in _floating(output):
-        if value.dim() > 1:
-            return value
+    for tensors in results_of(output).values():
+        return tensors[0]
     shape = f" {tuple(output.shape)} {output.dtype}" if isinstance(output, Tensor) else ""
     raise InputError(
         "output of the model",
         expected="a floating-point tensor (B, …), or an object or dict with one",
         got=type(output).__name__ + shape, fix=LOSS_HINT,
     )  # fmt: skip
+
+
+def results_of(output: Any) -> dict[str, list[Tensor]]:
+    """Return the floating-point tensors (B, …) that are the result of a model, by the name of their field.
+
+    Of the fields of an output, these are all with "logits" in their names; otherwise ``last_hidden_state``;
+    otherwise all but those that `AUXILIARY` names. Of a tuple, the first item with such tensors. A field may
+    hold a tuple of tensors.
+    """
+    fields = output if isinstance(output, Mapping) else getattr(output, "__dict__", {})
+    if isinstance(output, Tensor | tuple | list) or not fields:
+        items = output if isinstance(output, tuple | list) else (output,)
+        fields = {"": next((item for item in items if _batched(item)), None)}
+    named = {str(name): tensors for name, value in fields.items() if (tensors := _batched(value))}
+    logits = {name: tensors for name, tensors in named.items() if "logits" in name}
+    states = {name: tensors for name, tensors in named.items() if name == "last_hidden_state"}
+    others = {name: tensors for name, tensors in named.items() if not AUXILIARY.search(name)}
+    return logits or states or others or dict(list(named.items())[:1])
+
+
+def _batched(value: Any) -> list[Tensor]:
+    return [tensor for tensor in tensors_in(value) if tensor.is_floating_point() and tensor.dim() > 1]
 
 
 def _floating(output: Any) -> list[Tensor]:
@@ -163,7 +187,7 @@ class Loss(ABC):
         ``number`` is the index of the batch: masked tokens are drawn with the seed plus this number. Raise if
         the loss compares outputs.
         """
-        losses = self.read(*self._run(model, batch, number))
+        losses = self.read(*self._run(model, batch, number, seed=None))
         return losses.total.sum() / losses.count.sum()
 
     def mean(self, model: nn.Module, batches: Iterable[Batch]) -> float:
@@ -175,9 +199,11 @@ class Loss(ABC):
                 total, count = total + float(losses.total.sum()), count + float(losses.count.sum())
         return total / count if count else math.nan
 
-    def _run(self, model: nn.Module, batch: Batch, number: int) -> tuple[Any, LossBatch]:
+    def _run(
+        self, model: nn.Module, batch: Batch, number: int, seed: int | None = 0
+    ) -> tuple[Any, LossBatch]:
         prepared = self.prepare(drop_unused_labels(model, batch)[0], batch, number)
-        return run_model(model, to_device(prepared.batch, device_of(model))), prepared
+        return run_model(model, to_device(prepared.batch, device_of(model)), seed=seed), prepared
 
     def probe(self, output: Any, batch: LossBatch, generator: torch.Generator) -> Float[Tensor, " B"]:
         """Return a random projection of the output per sequence; called only if `half` is above 0.
@@ -290,44 +316,58 @@ class DivergenceLoss(Loss):
 
 
 class StateLoss(Loss):
-    """Change of the output: ``‖Y' − Y‖_F² / ‖Y‖_F²`` over real tokens, Y the output of the whole model."""
+    """Change of the output: ``‖Y' − Y‖_F² / ‖Y‖_F²`` over real tokens, Y the output of the whole model.
 
-    name = "relative squared change of the output"
+    If the result has several tensors, this is the mean of their changes.
+    """
+
     unit = "of its squared norm"
     reference = "the squared norm of the output"
     compares_outputs = True
     half = 1.0
 
+    def __init__(self, output: Any) -> None:
+        named = [name for name in results_of(output) if name not in ("", "logits", "last_hidden_state")]
+        fields = f" ({', '.join(named)})" if named else ""
+        self.name = f"relative squared change of the output{fields}"
+
     def keep(self, output: Any, batch: LossBatch) -> Any:
-        """Return the output of the whole model."""
-        return first_floating(output).detach()
+        """Return the result of the whole model, and the norms by which each of its tensors is divided."""
+        every = self._real(output, batch)
+        squares = [x.square().sum(1, keepdim=True).clamp_min(math.ulp(0.0)) * len(every) for x in every]
+        norms = [square.sqrt() for square in squares]
+        return [x / norm for x, norm in zip(every, norms, strict=True)], norms
 
     def read(self, output: Any, batch: LossBatch) -> SequenceLosses:
         """Return the relative squared change per sequence."""
-        ours, whole, real, norm = self._outputs(output, batch)
-        moved = ((ours - whole).square() * real).flatten(1).sum(1)
-        ones = torch.ones_like(norm)
-        return SequenceLosses(moved / norm, ones, ones)
+        whole, _ = batch.reference_output
+        pairs = zip(self._scaled(output, batch), whole, strict=True)
+        moved = torch.stack([(x - y).square().sum(1) for x, y in pairs]).sum(0)
+        ones = torch.ones_like(moved).detach()
+        return SequenceLosses(moved, ones, ones)
 
     def probe(self, output: Any, batch: LossBatch, generator: torch.Generator) -> Tensor:
         """Return ``zᵀ Y / ‖Y‖_F`` with random signs z, because E (zᵀ x)² = ‖x‖² for each change x of Y."""
-        ours, _, real, norm = self._outputs(output, batch)
-        signs = torch.randint(0, 2, ours.shape, generator=generator).to(ours) * 2 - 1
-        return (signs * ours * real).flatten(1).sum(1) / norm.sqrt()
+        scaled = self._scaled(output, batch)
+        signs = [torch.randint(0, 2, x.shape, generator=generator).to(x) * 2 - 1 for x in scaled]
+        return torch.stack([(z * x).sum(1) for z, x in zip(signs, scaled, strict=True)]).sum(0)
+
+    def _scaled(self, output: Any, batch: LossBatch) -> list[Tensor]:
+        _, norms = batch.reference_output
+        return [x / norm for x, norm in zip(self._real(output, batch), norms, strict=True)]
 
     @staticmethod
-    def _outputs(output: Any, batch: LossBatch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the output of this pass, the output of the unchanged model, a mask and squared norms (B,).
-
-        The mask is 1 at real tokens.
-        """
-        ours = as_float64(first_floating(output))
-        whole = as_float64(batch.reference_output)
-        real = torch.ones_like(whole[..., :1])
-        if ours.dim() == 3:
-            real = real_outputs(output, batch.batch, ours).to(ours)[..., None]
-        norm = (whole.square() * real).flatten(1).sum(1).clamp_min(math.ulp(0.0))
-        return ours, whole, real, norm
+    def _real(output: Any, batch: LossBatch) -> list[Tensor]:
+        """Return the tensors of the result as rows (B, N), in float64 and with zeros at padding."""
+        first, rows = first_floating(output), []
+        for tensor in (tensor for tensors in results_of(output).values() for tensor in tensors):
+            if len(tensor) == len(first):
+                wide = as_float64(tensor)
+                if tensor.dim() == 3:
+                    real = real_outputs(output, batch.batch, tensor)[..., None]
+                    wide = torch.where(real, wide, 0.0)
+                rows.append(wide.flatten(1))
+        return rows
 
 
 class FunctionLoss(Loss):

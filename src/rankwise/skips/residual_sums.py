@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from rankwise._internals.batches import Batch, map_tensors, tensors_in
-from rankwise._internals.forward import eval_mode, preserve_random_state, run_model
+from rankwise._internals.forward import eval_mode, run_model
 from rankwise._internals.torch_private import base_of, changes_in_place, uncompiled
 from rankwise.errors import SkipError
 from rankwise.importance.gated_passes import graph_nodes
@@ -419,7 +419,6 @@ def replacing_sums(model: nn.Module, changes: Mapping[SumName, SumChange]) -> It
 
 @contextmanager
 def probe_mode(model: nn.Module) -> Iterator[None]:
-    """Context manager for evaluation mode, gradients, a fixed seed, and no compiled functions."""
-    with uncompiled(), eval_mode(model), preserve_random_state(model), torch.enable_grad():
-        torch.manual_seed(0)
+    """Context manager for evaluation mode, gradients, and no compiled functions."""
+    with uncompiled(), eval_mode(model), torch.enable_grad():
         yield
