@@ -36,7 +36,7 @@ def batches(tokens: tuple[int, ...] = (32, 40)) -> list[Tensor]:
 
 def test_the_page_shows_the_mean_and_spread_over_seeds() -> None:
     audit = rw.audit(layer(), batches(), DELTA, at_init=3)
-    columns = {column["name"]: column for column in audit_document(audit).data(0)["columns"]}
+    columns = {column["name"]: column for column in audit_document(audit).data["columns"]}
     stable, rank = columns["init_stable_rank"], columns["init_numerical_rank"]
     drawn = [head.at_init for head in audit.heads]
     assert stable["values"] == pytest.approx([one.mean["stable_rank"] for one in drawn], 1e-5)

@@ -127,7 +127,7 @@ def test_a_peak_is_named_on_the_page_if_it_has_half_of_the_weight(mass: float, n
     (head,) = records.grid(1, 1, max_token="[CLS]", max_token_mass=mass)
     about = records.provenance()
     audit = Audit(provenance=about, heads=[head], states=[], findings=[])
-    peak = audit_document(audit).data(0)["heads"]["max_token"]
+    peak = audit_document(audit).data["heads"]["max_token"]
     assert peak["words"][peak["of"][0]] == head.named_peak == named
 
 

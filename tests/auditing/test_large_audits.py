@@ -48,7 +48,7 @@ def reads(monkeypatch: pytest.MonkeyPatch, work: Callable[[], object]) -> int:
 
 WORK: dict[str, Callable[[Audit], object]] = {
     "findings": lambda audit: diagnose(audit.heads, audit.states, [], audit.importance),
-    "page": lambda audit: audit_document(audit).data(0),
+    "page": lambda audit: audit_document(audit).data,
     "comparison": lambda audit: compare(audit, audit.model_copy()),
 }
 

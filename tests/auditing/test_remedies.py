@@ -418,7 +418,8 @@ def test_the_remedy_of_a_factory_ends_the_advice(folder: Path) -> None:
     assert trial == "rankwise skip net.py:build --try-steps 100"
     (line,) = [line for line in run(command).splitlines() if line.startswith("load: ")]
     load = line.removeprefix("load: ").partition("   #")[0]
-    code = FACTORY.format(case=case).replace("return made(), ", f"model = made(); {load}\n    return model, ")
+    loaded = f"model, batch = made(), inputs()\n    {load}\n    return model, "
+    code = FACTORY.format(case=case).replace("return made(), ", loaded)
     (folder / "repaired.py").write_text(code)
     audit = audited("repaired.py:build")
     assert "COLLAPSE" not in codes(audit)

@@ -52,6 +52,6 @@ def test_narrow_heads_are_the_first_columns_of_wider_ones() -> None:
 
 def test_rotary_positions_give_equal_tokens_different_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without positions equal tokens have one winner; with rotary positions rows prefer different keys."""
-    monkeypatch.setattr("torch.randn", lambda *size, generator: torch.ones(size))
+    monkeypatch.setattr("torch.randn", lambda *size, **_: torch.ones(size))
     assert RandomHead(30).trial((8,), 0)[0] == 1 / 30
     assert RandomHead(30, positions="rope").trial((8,), 0)[0] > 2 / 30

@@ -72,7 +72,7 @@ def hostile_texts() -> dict[str, str]:
     where = Address(name, 0, name, head=1)
     model = torch.nn.Module()
     model.add_module(name, torch.nn.Linear(1, 1))
-    site = SimpleNamespace(name=name, write=SimpleNamespace(module=name), parameter="weight")
+    site = SimpleNamespace(name=name, module=name, parameter="weight")
     with unchecked():
         skips = Skips(model, [site])
         mixer = CapturedMixer(name, 0, name, DenseMixing(torch.eye(2)), torch.ones(1), torch.ones(1))

@@ -4,6 +4,7 @@ import hashlib
 from importlib import resources
 
 import numpy as np
+import pytest
 from tests.support import documents, records
 
 from rankwise.auditing import AttentionMap
@@ -31,7 +32,8 @@ def test_a_page_is_smaller_than_two_megabytes() -> None:
     assert len(chart_script()) < 1_600_000
 
 
-def test_maps_are_omitted_if_the_page_is_too_large() -> None:
+def test_maps_are_omitted_if_the_page_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rankwise.report.head_details.MAP_BYTES", 100_000)
     noise = np.random.default_rng(0).uniform(0, 1, (64, 64)).astype(np.float32)
     picture = AttentionMap.of(noise, tokens=64, sources=64)
     heads = [head.model_copy(update={"attention_map": picture}) for head in records.grid(16, 32)]

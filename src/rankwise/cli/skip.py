@@ -150,7 +150,8 @@ def command(
         if out is not None:
             output.print_results(None, [("wrote", path) for path in _write(loaded, inputs, out, report)])
         if out is not None and not loaded.source:  # weights of a factory's model are not written
-            line = f"rw.skips.load_skips(model, {str(out)!r}, example=batch)   # both as {model} makes them"
+            code = f"import rankwise as rw; rw.skips.load_skips(model, {str(out)!r}, example=batch)"
+            line = f"{code}   # model and batch as {model} makes them"
             output.print_results(None, [("load", line)])
     if not complete:
         raise typer.Exit(INTERRUPTED)
