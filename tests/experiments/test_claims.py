@@ -12,7 +12,7 @@ import pytest
 from experiments.coverage import architectures
 from experiments.rank import compress_cache, compress_demo, compress_minilm, importance, initial_ranks
 from experiments.registry import EXPERIMENTS
-from experiments.render import mean_std, row_mean_std
+from experiments.render import mean_std
 from experiments.skips import bound_search, collapse_rule
 from experiments.tost import train_demo
 from tests.support.documents import plan_document
@@ -71,10 +71,6 @@ def test_a_plan_states_the_losses_of_recorded_training_runs() -> None:
     images, text = (EXPERIMENTS[name].table() for name in ("saturation-images", "language"))
     full, *narrow = rows = [images[f"D ≠ HK, K={width}"] for width in (16, 8, 1)]
     rows += [text["softmax-rotary"], text["softmax-rotary, K=12"]]
-    losses = [row_mean_std(row, "loss", 3) for row in rows]
-    assert "on CIFAR-10 (K* = 9) {} at 16, {} at 8, {} at 1.".format(*losses) in said
-    spread = "raised the loss by less than its spread: on bytes {} at K = 32, {} at K* = 12;"
-    assert spread.format(*losses[3:]) in said
     assert all(row.mean("loss") - full.mean("loss") < row.std("loss") for row in narrow)
     assert rows[-1].mean("loss") - rows[-2].mean("loss") < rows[-1].std("loss")
     assert {run["settings"]["heads"] for row in rows for run in row.runs} == {4}
