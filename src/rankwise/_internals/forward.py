@@ -200,6 +200,24 @@ def preserve_random_state(model: nn.Module, seed: int | None = None) -> Iterator
         random.setstate(python_state)
 
 
+@contextmanager
+def in_float32(model: nn.Module) -> Iterator[None]:
+    """Context manager in which half-precision weights and buffers are float32, then the same tensors again.
+
+    Cost: twice the memory of these tensors, in addition.
+    """
+    half = (torch.float16, torch.bfloat16)
+    tensors = [tensor for tensor in chain(model.parameters(), model.buffers()) if tensor.dtype in half]
+    before = [(tensor, tensor.data) for tensor in tensors]
+    try:
+        for tensor, data in before:
+            tensor.data = data.float()
+        yield
+    finally:
+        for tensor, data in before:
+            tensor.data = data
+
+
 def device_of(model: nn.Module) -> torch.device:
     """Return the device of a model's first weight or buffer that is not on "meta"; CPU if there is none."""
     tensors = chain(model.parameters(), model.buffers()) if isinstance(model, nn.Module) else ()

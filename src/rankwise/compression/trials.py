@@ -13,8 +13,8 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor, nn
 
-from rankwise._internals.batches import first_sequences, tensors_in, to_device
-from rankwise._internals.forward import Change, device_of, run_model
+from rankwise._internals.batches import first_sequences, map_tensors, tensors_in, to_device
+from rankwise._internals.forward import Change, device_of, in_float32, run_model
 from rankwise._internals.linalg import as_float64
 from rankwise.compression.records import HeadWidth, LatentRank
 from rankwise.errors import CompressionError
@@ -76,11 +76,15 @@ class NoLayersError(CompressionError):
 def find_part(name: str, model: nn.Module, batch: Any) -> Found[Any]:
     """Return the layers that a part can change; raise `NoLayersError` if there are none.
 
-    Two sequences of the batch are run.
+    Two sequences of the batch are run, in float32: layers are found, and tried, by the closeness of outputs,
+    and in half precision a rotation, or a change that a large bias hides, is as small as rounding.
     """
     short = to_device(first_sequences(batch, 2), device_of(model))
     check_finite(model, main_output(model, short))
-    layers: Found[Any] = import_module(f"rankwise.compression.{name}_find").find(model, short)
+    half = (torch.float16, torch.bfloat16)
+    with in_float32(model):
+        wide = map_tensors(short, lambda tensor: tensor.float() if tensor.dtype in half else tensor)
+        layers: Found[Any] = import_module(f"rankwise.compression.{name}_find").find(model, wide)
     return layers
 
 
