@@ -265,7 +265,7 @@ def test_ratios_of_a_stack_are_means_over_sequences(build: Callable[[], nn.Modul
     assert stack.absolute_spread_ratio == pytest.approx(float((mu(end) / mu(first)).mean()))
 
 
-@pytest.mark.parametrize("name", ["T5", "Swin", "hand-written einsum"])
+@pytest.mark.parametrize("name", ["T5", "Swin"])
 def test_stacks_have_the_names_that_other_functions_use(name: str) -> None:
     model, batch = FOUND[name][0]()
     stacks = [stack.stack for stack in certify_skip(model, batch).stacks]
@@ -304,7 +304,7 @@ def skipped(build: Callable[..., nn.Module], name: str = "", value: float = math
     return model
 
 
-IDS, LAMBDA = text_inputs(), "encoder.layer.0.attention.output.lambda_skip"
+IDS, LAMBDA = text_inputs(), "encoder.layer.0.attention.output.dropout.lambda_skip"
 PADDING = IDS | {"attention_mask": torch.tensor([[1] * 12, [0] * 12])}
 ONE = {"input_ids": IDS["input_ids"][:, :1]}
 EMBEDDING = "embed_tokens.weight"

@@ -188,9 +188,9 @@ def preserve_random_state(model: nn.Module, seed: int | None = None) -> Iterator
         with torch.random.fork_rng(indices, device_type=kind):
             if seed is not None:
                 torch.default_generator.manual_seed(seed)  # `torch.manual_seed` seeds every device
-                for index in indices:
-                    with module.device(index):
-                        module.manual_seed(seed)
+                for device in devices:
+                    state = torch.Generator(device).manual_seed(seed).get_state()
+                    module.set_rng_state(state, device.index or 0)
                 np.random.seed(seed)
                 random.seed(seed)
             before = states()

@@ -364,7 +364,7 @@ class StateLoss(Loss):
             if len(tensor) == len(first):
                 wide = as_float64(tensor)
                 if tensor.dim() == 3:
-                    real = real_outputs(output, batch.batch, tensor)[..., None]
+                    real = real_outputs(output, batch.batch, tensor)[..., None].to(wide.device)
                     wide = torch.where(real, wide, 0.0)
                 rows.append(wide.flatten(1))
         return rows
