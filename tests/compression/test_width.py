@@ -367,7 +367,7 @@ def test_nan_in_later_batches_is_named() -> None:
         check_statistics(layers)
 
 
-def with_large_biases(dtype: torch.dtype) -> nn.Module:
+def with_large_biases(dtype: torch.dtype) -> torch.nn.Module:
     """Return a Qwen2 whose slowly rotating channels of queries and keys are dominated by a bias."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
