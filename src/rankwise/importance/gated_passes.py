@@ -221,8 +221,8 @@ class GatedPasses:
             expected = "a finite number for at least one sequence"
             raise InputError(f"loss {self.loss.name!r}", expected=expected, got=got, fix=fix)
         self.value = self._total / self.count
-        by_loss = self.loss.reference == Loss.reference
-        self.reference = abs(self.value) if by_loss else self._reference_sum / self.count
+        compares = self.loss.compares_outputs
+        self.reference = self._reference_sum / self.count if compares else abs(self.value)
         if not gradients:
             return
         for mixer, sums in self.heads.items():

@@ -61,8 +61,8 @@ def _target(finding: Finding, audit: Audit, layers: HeadIndex) -> Target:
         return Target("states", stack=where.stack, blocks=int(finding.evidence["blocks"]))
     if not heads:
         return Target("provenance")
-    subject = ""  # the card of a head names the heads of a finding if there are several
-    if about(finding.code) != "group" and len(heads) > 1:
+    subject = ""  # set if the finding is about several heads, so that the card of each head names all
+    if len(heads) > 1:
         subject = f"the set of {len(heads)} heads" if finding.code == "REMOVABLE" else _place(finding)
     return Target("heads", tuple(heads), _measure(finding), about=subject)
 
