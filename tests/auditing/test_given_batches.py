@@ -158,7 +158,8 @@ def test_a_dict_that_is_one_argument_has_its_sequences_and_padding(make: type[Se
     inner = rw.audit(model.auto_model, [dict(ENCODED)], importance=True)
     assert numbers(audit) == numbers(inner)
     assert audit.provenance.sequences == inner.provenance.sequences == 3
-    assert (audit.importance.loss, audit.importance.value) == (inner.importance.loss, inner.importance.value)
+    assert audit.importance.loss == f"{inner.importance.loss} (token_embeddings)"
+    assert audit.importance.value == inner.importance.value
     assert [head.importance.cost for head in audit.heads] == [head.importance.cost for head in inner.heads]
     assert rw.audit(model, [(dict(ENCODED),)], importance=True).importance.loss == audit.importance.loss
 
@@ -178,8 +179,12 @@ def test_items_without_an_argument_are_left_out_with_one_note() -> None:
 def test_a_second_item_is_passed_to_a_model_with_a_second_argument(kind: Any, second: list[int]) -> None:
     model, seen = kind().eval(), []
     model.register_forward_pre_hook(lambda _, args: seen.append(args[1].tolist()))
-    rw.audit(model, [(X[:2], torch.tensor(second))])
+    audit = rw.audit(model, [(X[:2], torch.tensor(second))])
     assert seen == [second]
+    names = "x, lengths" if kind is SecondArgument else "x, labels"
+    assert (
+        f"items of the batches were passed as {names}; a dict names them otherwise" in audit.provenance.notes
+    )
 
 
 def test_labels_of_sequences_do_not_replace_the_loss_of_next_tokens() -> None:

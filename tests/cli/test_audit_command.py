@@ -156,6 +156,15 @@ def test_a_factory_reads_bytes_or_its_own_batches(run: Run, tmp_path: Path) -> N
     assert audit_of(tmp_path).heads[0].tokens == 9
 
 
+@pytest.mark.parametrize("option", ["--sequences", "--tokens", "--batch-size"])
+@pytest.mark.parametrize("command", ["audit", "compress"])
+def test_sizes_of_data_are_refused_for_the_batches_of_a_factory(run: Run, command: str, option: str) -> None:
+    result = run(command, f"{NETS}:with_batches", option, 8)
+    assert f"{option}: expected no such option for the batches of {NETS}:with_batches, got 8" in str(
+        result.exception
+    )
+
+
 def test_fail_on_a_finding_that_is_absent_does_not_fail(run: Run, tiny: Path) -> None:
     assert run("audit", tiny, *DATA, "--sequences", 1, "--fail-on", "nonfinite").exit_code == 0
 

@@ -2,7 +2,9 @@
 
 import gzip
 import json
+import os
 import sys
+import threading
 from pathlib import Path
 
 import datasets
@@ -12,7 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankwise.cli import load_model
-from rankwise.cli.load_data import DatasetSpec, dataset_texts, load_data, load_text, parse_dataset
+from rankwise.cli.load_data import (
+    DatasetSpec,
+    check_data,
+    dataset_texts,
+    load_data,
+    load_text,
+    parse_dataset,
+)
 from rankwise.errors import InputError
 
 ROWS = b'{"text": "one", "id": 1}\n\n{"text": "two \\u00e9"}\n'
@@ -226,3 +235,14 @@ def test_without_the_package_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(InputError, match=r"the package datasets.*pip install 'rankwise\[data\]'"):
         dataset_texts("a.txt")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="pipes with a name")
+def test_a_pipe_is_read_once_for_all_who_ask(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=lambda: pipe.write_text("some text"))
+    writer.start()
+    check_data(["model"], text=pipe)
+    assert [load_text(pipe) for _ in range(2)] == ["some text"] * 2
+    writer.join(timeout=20)

@@ -223,3 +223,12 @@ def test_without_settings_the_image_size_of_the_model_is_followed(size, tmp_path
     processor, note = load_image_processor(model_folder(tmp_path, None), config=config)
     assert dict(processor.size) == {"height": 32, "width": 32}
     assert "has no image processor: images resized to 32×32, mean and std 0.5" in note
+
+
+def test_images_are_not_read_as_the_frames_of_one_video(nine: Path) -> None:
+    def frames(images, return_tensors):
+        return {"pixel_values": torch.zeros(1, len(images), 3, 4, 4)}
+
+    said = r"expected a model of images, got one of videos: 4 images would be one video.*factory"
+    with pytest.raises(InputError, match=said):
+        next(read_images(nine, frames, sequences=8, batch_size=4))

@@ -350,3 +350,26 @@ def test_eager_attention_with_rotary_positions_is_refused_with_its_remedy() -> N
         rw.compress(model, [ids()], keep=0.5, parts="width")
     done = rw.compress(attention(model, "sdpa"), [ids()], keep=0.5, parts="width")
     assert done.parameters_after < done.parameters_before
+
+
+def quantized() -> nn.Module:
+    model = gpt2()
+    model.transformer.h[1].mlp.c_fc = nn.Linear(32, 128)  # a Conv1D is not quantized
+    kinds = {nn.Linear}
+    return torch.ao.quantization.quantize_dynamic(model, kinds, dtype=torch.qint8)  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("part", ["heads", "width", "kv", None])
+def test_quantized_weights_are_refused_before_the_work(part: str | None) -> None:
+    model = quantized()
+    said = r"got 'transformer\.h\.1\.mlp\.c_fc', quantized .*Compress the original model, then quantize"
+    with untouched(model), pytest.raises(CompressionError, match=said):
+        rw.compress(model, [ids()], keep=0.5, parts=part)
+
+
+@pytest.mark.parametrize("part", ["heads", "width", "kv", None])
+def test_inference_mode_is_refused_before_the_work(part: str | None) -> None:
+    said = "expected a model with derivatives, got torch.inference_mode"
+    with torch.inference_mode(), pytest.raises(CompressionError, match=said):
+        rw.compress(gpt2(), [ids()], keep=0.5, parts=part)

@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -11,7 +12,7 @@ from tests.measures.measure_cases import normal
 from threadpoolctl import ThreadpoolController
 
 import rankwise as rw
-from rankwise._internals.threads import map_threads, numpy_is_on_one_thread, one_thread
+from rankwise._internals.threads import exclusive, map_threads, numpy_is_on_one_thread, one_thread
 from rankwise.auditing.measure import measure_heads, sampled
 from rankwise.measures import compute_measures, estimate_spectrum, rank_summary
 from rankwise.tracing import CapturedMixer
@@ -206,3 +207,37 @@ def test_a_forked_process_can_measure():
         os.waitpid(child, 0)
     assert pid, "the child waits for ever"
     assert os.waitstatus_to_exitcode(status) == 0
+
+
+def in_threads(*work):
+    """Return the results of functions, each called in a thread of its own at the same time."""
+    with ThreadPoolExecutor(len(work)) as pool:
+        return [future.result(timeout=60) for future in [pool.submit(function) for function in work]]
+
+
+def test_one_model_is_used_by_one_thread_and_other_models_in_parallel():
+    inside, most, meet = [], [], threading.Barrier(2, timeout=20)
+
+    @exclusive
+    def use(model, wait=False):
+        inside.append(model)
+        most.append(len(inside))
+        if wait:
+            meet.wait()  # broken unless two threads are inside
+        time.sleep(0.01)
+        inside.remove(model)
+
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    in_threads(*(partial(use, part) for part in (model, model[0], model, model[0])))
+    assert max(most) == 1
+    in_threads(*(partial(use, torch.nn.Linear(2, 2), wait=True) for _ in range(2)))
+    assert exclusive(exclusive(len))([1]) == 1, "a thread may enter again, also without a model"
+
+
+def test_certificates_and_audits_of_one_model_in_threads_are_those_of_one_thread():
+    model, batch = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval(), torch.randn(2, 5, 8)
+    certify, audit = partial(rw.certify_skip, model, batch), partial(rw.audit, model, [batch])
+    certificate, heads = certify(), audit().heads
+    made = in_threads(certify, audit, certify, audit, certify)
+    assert made[::2] == [certificate] * 3
+    assert [str(result.heads) for result in made[1::2]] == [str(heads)] * 2

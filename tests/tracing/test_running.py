@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import rankwise as rw
-from rankwise.errors import CaptureError
+from rankwise.errors import CaptureError, SkipError
 from rankwise.tracing import compiled_modules
 
 by_name = {family.name: family for family in FAMILIES}
@@ -337,10 +337,17 @@ def test_a_function_compiled_inside_a_model_computes_the_same(backend, visible):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_scripted_model_is_an_error():
-    expected = "expected a module whose operations run in Python, got a TorchScript"
-    with pytest.raises(CaptureError, match=expected):
-        rw.capture(torch.jit.trace(stack_of(fused, depth=1), hidden()))
+@pytest.mark.parametrize(
+    "program", [torch.jit.trace, lambda model, x: torch.export.export(model, (x,)).module()]
+)
+def test_a_program_made_of_a_model_is_refused_by_every_verb(program):
+    model, x = program(stack_of(fused, depth=1), hidden()), hidden()
+    with pytest.raises(CaptureError, match="got a program of TorchScript or torch"):
+        rw.capture(model)
+    with pytest.raises(CaptureError, match="Pass the module that it was made of"):
+        rw.compress(model, [x], keep=0.5)
+    with pytest.raises(SkipError, match="Use the model itself first"):
+        rw.add_lambda_skip(model, example=x)
 
 
 @torch.library.custom_op("rankwise_tests::attention", mutates_args=())

@@ -120,7 +120,7 @@ def map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def drop_unused_labels(model: nn.Module, batch: Any) -> tuple[Any, str]:
-    """Return a batch without the labels that ``forward`` does not accept, and a note that names them.
+    """Return a batch without the labels that ``forward`` does not accept, and a note on what became of items.
 
     A key that ``forward`` does not accept is dropped if it is in `LABELS` or its value contains no tensor. In
     a pair (x, y), y is dropped if it has one number per sequence and ``forward`` does not accept labels.
@@ -140,6 +140,9 @@ def drop_unused_labels(model: nn.Module, batch: Any) -> tuple[Any, str]:
         single = len(_positional(model)) == 1 and inspect.Parameter.VAR_POSITIONAL not in kinds
         if single or second_argument(model):
             return batch[:1], "labels left out of the batches: the second of two items"
+    if isinstance(batch, tuple | list) and 1 < len(batch) <= len(taken := _positional(model)):
+        names = [parameter.name for parameter in taken[: len(batch)]]
+        return batch, f"items of the batches were passed as {', '.join(names)}; a dict names them otherwise"
     return batch, ""
 
 

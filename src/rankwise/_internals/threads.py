@@ -1,4 +1,4 @@
-"""Parallel work on many matrices, with one thread per matrix.
+"""Threads: parallel work on many matrices with one thread per matrix, and one thread per model.
 
 If several threads share the decomposition of one small matrix, they wait for each other at every step. When
 other programs use the cores, this takes up to a hundred times as long. With one thread per matrix, threads
@@ -8,13 +8,16 @@ never wait, and results do not depend on the number of threads. Decision 004 rep
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from functools import lru_cache
+from contextlib import contextmanager, nullcontext
+from functools import lru_cache, wraps
 from typing import Any, TypeVar
 
 import torch
 from threadpoolctl import ThreadpoolController
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
 
@@ -30,8 +33,30 @@ class _Inside(threading.local):
 
 _inside = _Inside()
 _lock = threading.Lock()
+_model_locks: Any = WeakIdKeyDictionary()
+"""Lock of each model in use, by its first parameter."""
 _limits: list[Any] = []
 """One limit of numpy's BLAS per active `one_thread` of the process; the first knows the original number."""
+
+
+def exclusive(function: FunctionT) -> FunctionT:
+    """Return a function that waits until no other thread uses the model among its arguments.
+
+    Hooks and changes of a model act in all threads. A model and a module inside it are the same here if they
+    have the same first parameter. Threads with different models run in parallel.
+    """
+
+    @wraps(function)
+    def waiting(*args: Any, **kwargs: Any) -> Any:
+        models = (value for value in (*args, *kwargs.values()) if isinstance(value, nn.Module))
+        model = next(models, None)
+        first = model if model is None else next(model.parameters(), model)
+        with _lock:
+            lock = nullcontext() if first is None else _model_locks.setdefault(first, threading.RLock())
+        with lock:
+            return function(*args, **kwargs)
+
+    return waiting  # type: ignore[return-value]
 
 
 @contextmanager

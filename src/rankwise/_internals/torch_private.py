@@ -147,6 +147,12 @@ def runs_compiled_eagerly() -> bool:
     return torch._dynamo.eval_frame._stance.stance == "force_eager"
 
 
+def is_program(module: nn.Module) -> bool:
+    """Return True for a program that TorchScript or `torch.export` made of a module."""
+    exported = any(kind.__module__.startswith("torch.export") for kind in type(module).__mro__)
+    return exported or isinstance(module, torch.jit.ScriptModule)
+
+
 def uncompiled() -> AbstractContextManager[Any]:
     """Return a context manager in which functions that `torch.compile` compiled run step by step.
 

@@ -65,6 +65,8 @@ def _hint_from_numbers(model: nn.Module, batch: Any, error: Exception) -> str:
         return f" Its {longest} tokens are more than the {positions} positions of the model: cut them."
     if weight is not None and any(x.is_floating_point() and x.dtype != weight.dtype for x in tensors):
         return f" Cast the batch to {weight.dtype}, the dtype of the weights."
+    if longest < 2:
+        return ""
     half = map_tensors(batch, lambda x: x[:, : longest // 2] if x.dim() == 2 and x.shape[1] == longest else x)
     with suppress(Exception), torch.no_grad():
         run_model(model, half)

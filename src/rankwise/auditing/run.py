@@ -16,7 +16,7 @@ from rankwise._internals.forward import (
     run_model,
     without_copies,
 )
-from rankwise._internals.threads import one_thread
+from rankwise._internals.threads import exclusive, one_thread
 from rankwise._internals.torch_private import outside_transforms, uncompiled
 from rankwise.auditing.attention_maps import AttentionMapRecorder, only_flagged
 from rankwise.auditing.batches import check_batches, check_tokens, from_texts
@@ -49,6 +49,7 @@ class AuditError(RankwiseError):
         self.audit = audit
 
 
+@exclusive
 def audit(
     model: nn.Module,
     batches: Iterable[Batch] | None = None,

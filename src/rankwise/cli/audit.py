@@ -38,6 +38,7 @@ model is audited in shards of its sequences, which are merged.
 
 
 def command(
+    context: typer.Context,
     models: Annotated[
         list[str] | None,
         typer.Argument(
@@ -155,7 +156,7 @@ def command(
     ):  # fmt: skip
         if forbidden:
             raise InputError(option, expected=f"{expected} next to it", got="these options", fix=fix)
-    check_data(models, text=text, images=images, dataset=dataset)
+    check_data(models, context, text=text, images=images, dataset=dataset)
     output.check_no_audit(out, several=is_many)
     error: Exception | None
     if not is_many:

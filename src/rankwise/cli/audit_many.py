@@ -31,9 +31,9 @@ def jobs_of(job: AuditJob, models: Sequence[str]) -> list[AuditJob]:
     """
     shared = replace(
         job,
-        text=job.text and job.text.resolve(),
-        images=job.images and job.images.resolve(),
-        offload_folder=job.offload_folder and job.offload_folder.resolve(),
+        text=job.text and job.text.absolute(),
+        images=job.images and job.images.absolute(),
+        offload_folder=job.offload_folder and job.offload_folder.absolute(),
         tokenizer=job.tokenizer and _absolute(job.tokenizer),
     )
     jobs = [shared.for_model(model) for model in sort_by_step(models)]
@@ -44,8 +44,8 @@ def _absolute(name: str) -> str:
     """Return the absolute path of a model or factory; names on the Hub are returned unchanged."""
     path, factory = split_factory(name)
     if path:
-        return f"{Path(path).resolve()}:{factory}"
-    return str(Path(name).resolve()) if Path(name).exists() else name
+        return f"{Path(path).absolute()}:{factory}"
+    return str(Path(name).absolute()) if Path(name).exists() else name
 
 
 def audit_many(

@@ -37,6 +37,7 @@ second sequence is used for calibration; costs are measured on the others.
 
 
 def command(
+    context: typer.Context,
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Hugging Face name, folder or factory.")],
     text: options.Text = None,
     images: options.Images = None,
@@ -87,7 +88,7 @@ def command(
     shares, tolerances = _target("--keep", keep), _target("--tolerance", tolerance)
     names = None if parts is None else [name.strip() for name in parts.split(",") if name.strip()]
     part_targets(names, shares, tolerances)
-    check_data([model], text=text, images=images, dataset=dataset)
+    check_data([model], context, text=text, images=images, dataset=dataset)
     check_unused(out)
     if any((Path(model) / name).is_file() for name in (FACTS, NUMBERS)):
         fix = "Compress the model without them, then run `rankwise skip` on the result."

@@ -5,9 +5,12 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import typer
 
 from rankwise._internals.batches import batch_size, map_tensors
 from rankwise._internals.forward import config_value
@@ -32,10 +35,13 @@ class LoadedData:
     tokenizer: Any = None
 
 
-def check_data(models: Sequence[str], **given: Path | str | None) -> None:
+def check_data(
+    models: Sequence[str], context: typer.Context | None = None, **given: Path | str | None
+) -> None:
     """Raise `InputError` unless exactly one option names data, and the data can be read.
 
-    Factories need no option, because they can return batches. Arguments have the names of the options.
+    Factories need no option, because they can return batches; sizes of data are then refused. Arguments have
+    the names of the options. A pipe is not read here, because it can be read once.
     """
     options = {f"--{name.replace('_', '-')}": value for name, value in given.items()}
     named = [option for option, value in options.items() if value is not None]
@@ -43,9 +49,15 @@ def check_data(models: Sequence[str], **given: Path | str | None) -> None:
         expected, got = f"one of {', '.join(options)}", " and ".join(named) or "none"
         fix = "Run the command once for each." if named else f"Pass one, such as {next(iter(options))} FILE."
         raise InputError("data", expected=expected, got=got, fix=fix)
+    for name in ("sequences", "tokens", "batch_size") if context is not None and not named else ():
+        if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE":
+            expected, got = f"no such option for the batches of {models[0]}", str(context.params[name])
+            fix = "Leave it out, and let the function return the batches that you want."
+            raise InputError(f"--{name.replace('_', '-')}", expected=expected, got=got, fix=fix)
     checks: dict[str, Callable[[str], object]] = {"--images": find_images, "--dataset": _check_dataset}
     for option in named:
-        checks.get(option, load_text)(str(options[option]))
+        if not Path(str(options[option])).is_fifo():
+            checks.get(option, load_text)(str(options[option]))
 
 
 def load_data(
@@ -146,7 +158,8 @@ def load_text(path: str | Path) -> str | list[str]:
     if _ending(str(path)) == ".jsonl":
         return dataset_texts(str(path), rows=sys.maxsize)
     try:
-        text = readable_file(path, "a text file").decode("utf-8-sig")
+        piped = Path(path).is_fifo()
+        text = (_read_pipe(path) if piped else readable_file(path, "a text file")).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         fix = f"Convert it, for instance: iconv -f LATIN1 -t UTF-8 {path} > utf8.txt"
         raise InputError(str(path), expected="UTF-8 text", got=str(error), fix=fix) from error
@@ -154,6 +167,12 @@ def load_text(path: str | Path) -> str | list[str]:
         fix = "Pass a file with a paragraph or more."
         raise InputError(str(path), expected="some text", got="an empty file", fix=fix)
     return text
+
+
+@cache
+def _read_pipe(path: str | Path) -> bytes:
+    """Return the content of a pipe, which several jobs may ask for."""
+    return Path(path).read_bytes()
 
 
 class DatasetSpec(NamedTuple):

@@ -94,7 +94,13 @@ def _process(images: list[Any], processor: ImageProcessor, first: Path) -> dict[
         subject, fix = f"the batch that begins with {first}", "Use --batch-size 1, or images of one size."
         expected = "images that the model's image processor makes the same size"
         raise InputError(subject, expected=expected, got=first_line(error), fix=fix) from error
-    return {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+    tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+    pixels = tensors.get("pixel_values")
+    if pixels is not None and pixels.dim() == 5 and tuple(pixels.shape[:2]) == (1, len(images)):
+        expected, got = "a model of images", f"one of videos: {len(images)} images would be one video"
+        fix = "Pass videos by a factory, FILE.py:FUNCTION, which returns the model and its batches."
+        raise InputError("--images", expected=expected, got=got, fix=fix)
+    return tensors
 
 
 def load_image_processor(

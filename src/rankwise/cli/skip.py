@@ -38,6 +38,7 @@ CERTIFICATE = ("certificate.json", "certificate.html")
 
 
 def command(
+    context: typer.Context,
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Hugging Face name, folder or factory.")],
     init: Annotated[
         float | None,
@@ -109,7 +110,7 @@ def command(
         check_unused(out, fix="Choose another name.")
     if init is not None:
         check_lambda("--lambda", init)
-    check_data([model], text=text, fit_on=fit_on, dataset=dataset)
+    check_data([model], context, text=text, fit_on=fit_on, dataset=dataset)
     with nullcontext() if out is None else output.new_folder(out):
         load = partial(
             load_model, revision=revision, dtype=dtype, device=device, trust_remote_code=trust_remote_code

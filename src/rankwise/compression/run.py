@@ -20,6 +20,7 @@ from rankwise._internals.forward import (
     run_model,
 )
 from rankwise._internals.statistics import mean
+from rankwise._internals.threads import exclusive
 from rankwise.auditing.error_hints import fix_hint
 from rankwise.compression import DEFAULT_PARTS, PARTS
 from rankwise.compression.evaluate import evaluate, snapshot
@@ -36,11 +37,15 @@ from rankwise.errors import (
     whole_number,
 )
 from rankwise.tracing import CapturedMixer, capture
+from rankwise.tracing.model_checks import check_capturable
 
+QUANTIZERS = ("torchao", "bitsandbytes", "optimum.quanto", "hqq", "gptqmodel", "awq", "torch.ao.nn.quantized")
+"""Modules with classes of quantized layers and weights."""
 Targets = dict[str, tuple[float | int | None, float | int | None]]
 """Share to keep and tolerance of each part; one of the two is None."""
 
 
+@exclusive
 def compress(
     model: nn.Module,
     batches: Iterable[Any],
@@ -110,6 +115,7 @@ def compress(
     targets = part_targets(parts, keep, tolerance)
     fix = "Load it first: `AutoModelForCausalLM.from_pretrained(name)`."
     instance_of("`model`", model, nn.Module, "a torch.nn.Module", fix=fix)
+    check_changeable(model)
     whole_number("`calibrate`", calibrate, 0, error=CompressionError)
     if structure_of(model).changes:
         raise CompressionError(
@@ -213,6 +219,28 @@ def part_targets(
                 in_range(f"`{kind}`", number, interval, error=CompressionError)
         pairs[name] = pair["keep"], pair["tolerance"]
     return pairs
+
+
+def check_changeable(model: nn.Module) -> None:
+    """Raise if a model is a program, split over processes, quantized, or in inference mode."""
+    check_capturable(model)
+    subject = f"model {type(model).__name__}"
+    if layer := quantized_layer(model):
+        fix = "Compress the original model, then quantize the result."
+        raise CompressionError(subject, expected="weights in floating point", got=layer, fix=fix)
+    if torch.is_inference_mode_enabled() or any(weight.is_inference() for weight in model.parameters()):
+        got = "torch.inference_mode(), or weights made in it"
+        fix = "Load the model and call this outside of it."
+        raise CompressionError(subject, expected="a model with derivatives", got=got, fix=fix)
+
+
+def quantized_layer(model: nn.Module) -> str:
+    """Return the name and class of the first layer with quantized weights; "" if there is none."""
+    for name, module in model.named_modules():
+        for kind in (type(module), *(type(weight.data) for weight in module.parameters(recurse=False))):
+            if kind.__module__.startswith(QUANTIZERS):
+                return f"{name!r}, quantized ({kind.__module__}.{kind.__name__})"
+    return ""
 
 
 def find_parts(model: nn.Module, batch: Any, names: Sequence[str] | None) -> dict[str, Found[Any]]:

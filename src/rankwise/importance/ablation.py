@@ -11,6 +11,7 @@ from torch import nn
 
 from rankwise._internals.batches import Batch, drop_unused_labels, each_batch, to_device
 from rankwise._internals.forward import device_of, preserve_random_state, run_model
+from rankwise._internals.threads import exclusive
 from rankwise.errors import InputError
 from rankwise.importance.gated_passes import GatedPasses, NotDifferentiableError, quoted
 from rankwise.importance.loss_choice import choose_loss
@@ -45,6 +46,7 @@ class AblationCost(NamedTuple):
     """Cost divided by the reference (usually the loss of the whole model); NaN if the reference is 0."""
 
 
+@exclusive
 def measure_importance(
     model: nn.Module,
     batches: Iterable[Batch],
@@ -150,6 +152,7 @@ def measure_importance(
     return Importance(record, costs, complete)
 
 
+@exclusive
 def ablation_cost(
     model: nn.Module,
     batches: Iterable[Batch],

@@ -20,8 +20,10 @@ from rankwise.errors import InputError
 
 IGNORE_INDEX = -100
 """Label of positions that are not predicted, as in PyTorch and transformers."""
-AUXILIARY = re.compile(r"hidden_state|attentions|past_key_values|cache|^encoder_|^pooler|^(loc|scale|static)")
-"""Names of fields of an output that are not its result: states within the model, scales of the input."""
+AUXILIARY = re.compile(
+    r"hidden_state|attentions|past_key_values|cache|^encoder_|^pooler|^sentence_|^(loc|scale|static)"
+)
+"""Names of fields of an output that are not its result: inner states, pooled states, scales of the input."""
 CHUNK = 2**22
 """Number of logits whose softmax is computed at once: 16 MiB in float32."""
 LOSS_HINT = (

@@ -12,7 +12,8 @@ from torch.utils.hooks import RemovableHandle
 
 from rankwise._internals.batches import Batch, check_batch
 from rankwise._internals.forward import config_value, device_of
-from rankwise._internals.torch_private import COMPILED_PREFIX, is_compiled, remove_forward_hooks
+from rankwise._internals.threads import exclusive
+from rankwise._internals.torch_private import COMPILED_PREFIX, is_compiled, is_program, remove_forward_hooks
 from rankwise.errors import SkipError, did_you_mean, in_range, instance_of, one_of, strip_control
 from rankwise.skips.hook_places import (
     NOTES,
@@ -77,6 +78,7 @@ class Skips(Mapping[str, nn.Parameter]):
         return f"Skips({{{', '.join(shown)}}})"
 
 
+@exclusive
 def add_lambda_skip(
     model: nn.Module,
     init: int | float = 1.0,
@@ -190,6 +192,7 @@ def _check_places(
         raise SkipError("`example`", expected=expected, got=got, fix=fix)
 
 
+@exclusive
 def remove_lambda_skip(model: nn.Module) -> None:
     """Remove all λ-skips (example: `add_lambda_skip`); raise `SkipError` if there are none."""
     check_skips(model)
@@ -304,7 +307,7 @@ def check_traceable(model: Any) -> None:
     check_module(model)
     wrappers = WRAPPERS & {base.__name__ for module in model.modules() for base in type(module).__mro__}
     placed = [name for name, parameter in model.named_parameters() if is_distributed(parameter)]
-    if isinstance(model, torch.jit.ScriptModule) or any(map(is_compiled, model.modules())) or wrappers:
+    if is_program(model) or any(map(is_compiled, model.modules())) or wrappers:
         expected = "a module that is not compiled or wrapped yet"
         got = f"one wrapped by {min(wrappers)}" if wrappers else "one that is compiled or scripted"
         inner = [name for name, _ in model.named_children() if name in ("module", COMPILED_PREFIX[:-1])]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from rankwise._internals.batches import Batch, check_batch, tensors_of
 from rankwise._internals.records import grouped
+from rankwise._internals.threads import exclusive
 from rankwise.errors import CaptureError, SkipError
 from rankwise.measures import absolute_spread, spread
 from rankwise.skips.add import check_finite, check_traceable, check_values
@@ -30,6 +31,7 @@ NORM_KINDS: dict[str, NormKind] = {"none": "none", "LayerNorm": "layer", "RMSNor
 """Names of norms in `rankwise.theory`, by their names in a certificate."""
 
 
+@exclusive
 def certify_skip(model: nn.Module, batch: Batch, keep_spread: float = KEEP_SPREAD) -> SkipCertificate:
     """Certify each skip connection: the absolute token spread μ kept on this batch, and the least |λ| proved.
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from rankwise._internals.batches import Batch, drop_unused_labels, each_batch, to_device
 from rankwise._internals.forward import batch_errors, device_of, eval_mode
 from rankwise._internals.parameters import parameter_groups
+from rankwise._internals.threads import exclusive
 from rankwise.auditing.error_hints import fix_hint
 from rankwise.errors import InputError, SkipError, in_range, whole_number
 from rankwise.importance.loss_choice import model_loss
@@ -38,6 +39,7 @@ class SkipFit:
     """λ of each site before the first and after the last step; with one λ per channel, their mean."""
 
 
+@exclusive
 def fit_skips(
     model: nn.Module,
     batches: Iterable[Batch],

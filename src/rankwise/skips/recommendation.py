@@ -19,6 +19,7 @@ from rankwise._internals.batches import (
 )
 from rankwise._internals.forward import batch_errors, device_of, run_model
 from rankwise._internals.records import grouped
+from rankwise._internals.threads import exclusive
 from rankwise.auditing.error_hints import fix_hint
 from rankwise.auditing.findings import COLLAPSE_FALL, INACTIVE_TURN, collapse_words, inactive_remedy
 from rankwise.auditing.measure import measure_states
@@ -71,6 +72,7 @@ LOAD = Remedy(words="paste the printed `load:` line into your factory")
 """Last step for a model that a factory builds, because λ-skips are written without the model."""
 
 
+@exclusive
 def choose_lambda(model: nn.Module, batch: Batch, stack: str) -> LambdaChoice:
     """Return the least |λ| of 1, 2, 4, 8 and 16 with which the tokens of a stack of blocks stay apart.
 
@@ -195,6 +197,7 @@ def _trial(model: nn.Module, batch: Batch, stack: str) -> tuple[bool, float]:
     return not lowest < least, lowest
 
 
+@exclusive
 def recommend(audit: AuditT, model: nn.Module, batch: Batch, loss: LossOfModel | None = None) -> AuditT:
     """Return the audit with a λ in every COLLAPSE finding, and a finding per mixer that λ suppresses.
 
@@ -283,6 +286,7 @@ def recommend(audit: AuditT, model: nn.Module, batch: Batch, loss: LossOfModel |
     return audit.model_copy(update={"findings": ordered, "provenance": about})
 
 
+@exclusive
 def spread_by_layer(model: nn.Module, batches: Iterable[Batch]) -> dict[str, list[float]]:
     """Return the mean token spread μ/‖Y‖ per stack: before its first block, and after each block.
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rankwise._internals.forward import config_value
-from rankwise._internals.torch_private import dropout_rate, is_compiled, runs_compiled_eagerly
+from rankwise._internals.torch_private import dropout_rate, is_compiled, is_program, runs_compiled_eagerly
 from rankwise.errors import CaptureError, InputError, described, did_you_mean, instance_of
 from rankwise.operators import MixingOperator
 from rankwise.tracing.block_finder import matches
@@ -33,11 +33,9 @@ def check_capturable(model: nn.Module) -> None:
     """Raise `CaptureError` if a model is not a module, or is compiled, scripted or split over processes."""
     fix = "Pass the model itself; if it is in a pipeline, pass `pipeline.model`."
     model = instance_of("`capture`", model, nn.Module, "a torch.nn.Module", fix=fix, error=CaptureError)
-    if isinstance(model, torch.jit.ScriptModule):
-        raise CaptureError(
-            "`capture`", expected="a module whose operations run in Python", got="a TorchScript module",
-            fix="Pass the module it was scripted from.",
-        )  # fmt: skip
+    if is_program(model):
+        got, fix = "a program of TorchScript or torch.export", "Pass the module that it was made of."
+        raise CaptureError("`model`", expected="a module whose code runs in Python", got=got, fix=fix)
     if compiled_modules(model) and not runs_compiled_eagerly():
         raise CaptureError(
             f"compiled module {compiled_modules(model)[0] or type(model).__name__!r}",
