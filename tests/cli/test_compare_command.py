@@ -91,3 +91,13 @@ def test_audits_of_a_folder_are_in_the_order_of_time_without_those_of_failed_run
     assert result.stderr == "rankwise: run/failed is left out: it is incomplete\n"
     names = [line.split(",")[1] for line in Path("run.csv").read_text().splitlines()[1:]]
     assert list(dict.fromkeys(names)) == ["small", "medium", "large"]
+
+
+def test_the_files_of_a_page_of_several_audits_are_no_audits(audits: tuple[Audit, Audit]) -> None:
+    """DIR/* of the shell names them too."""
+    for name, audit in zip("abc", (*audits, audits[0]), strict=True):
+        audit.save(f"run/{name}/audit.json")
+    for name in ("history.csv", "index.html"):
+        Path("run", name).write_text("a page")
+    result = CliRunner().invoke(app, ["compare", *map(str, sorted(Path("run").iterdir()))])
+    assert result.exit_code == 0, result.output

@@ -209,3 +209,17 @@ def test_learned_positions_that_a_checkpoint_lacks_are_a_warning_and_a_new_class
         shutil.rmtree("changed")
         assert loaded.random_blocks == ["transformer.wpe.weight"] * (name == "wpe")
         assert ("warning" in capsys.readouterr().err) == (name == "wpe")
+
+
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        ("adapter_config.json", r"got an adapter of peft alone.*merge_and_unload\(\)"),
+        ("model_index.json", r"got a pipeline of diffusers. Pass one of its parts, such as .*/text_encoder"),
+        ("modules.json", r"got a model of sentence-transformers. Pass its transformer, such as .*/0_Transf"),
+    ],
+)
+def test_a_folder_of_something_else_is_named(file: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / file).write_text("{}")
+    with pytest.raises(InputError, match=said):
+        load_model(str(tmp_path))

@@ -238,7 +238,7 @@ def test_a_stopped_command_leaves_no_new_folder(
         done = run("compress", "own.py:build", "--out", folder, works=False)
         assert Path(folder).exists() == left
         if error is MemoryError:
-            assert "GPT2LMHeadModel: expected memory for a batch" in str(done.exception)
+            assert "GPT2LMHeadModel: expected memory for the parts that" in str(done.exception)
 
 
 def test_nan_is_named(run: Run) -> None:
@@ -253,7 +253,7 @@ def test_nan_is_named(run: Run) -> None:
         (
             "from rankwise.compression import load_compressed\n"
             "from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING\n"
-            "print('rankwise' in AUTO_QUANTIZER_MAPPING)",
+            "print(any('rankwise' in name for name in AUTO_QUANTIZER_MAPPING))",
             "True",
         ),
         (

@@ -92,7 +92,16 @@ def test_measurements_that_fail_are_found_before_the_work() -> None:
     steps: list[str] = []
     with pytest.raises(CompressionError, match="use_cache"):
         rw.compress(model, [ids()], keep=0.5, on_step=steps.append)
-    assert not steps
+    assert steps == ["the parts that the model allows"]
+
+
+def test_all_parts_are_tried_before_the_work_and_named_in_one_message() -> None:
+    """A late refusal of one part would lose the work of the parts before it."""
+    model, steps = bert(), list[str]()
+    said = r"expected a decoder that caches.*\. Parts that work: heads, width\.$"
+    with untouched(model), pytest.raises(CompressionError, match=said):
+        rw.compress(model, [ids()], keep=0.5, parts=("heads", "width", "kv"), on_step=steps.append)
+    assert steps == ["the parts that the model allows"]
 
 
 def test_each_model_decodes_from_its_own_cache(monkeypatch: pytest.MonkeyPatch) -> None:

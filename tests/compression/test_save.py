@@ -33,7 +33,7 @@ import rankwise as rw
 from rankwise import models
 from rankwise.cli.load_model import load_model
 from rankwise.compression import save_compressed
-from rankwise.compression.save import KEY, loading_line, note_structure, structure_of
+from rankwise.compression.save import KEY, NAME, loading_line, note_structure, structure_of
 from rankwise.compression.width_modules import NarrowProjection
 from rankwise.errors import CompressionError, InputError
 
@@ -174,7 +174,7 @@ def test_the_structure_in_a_configuration_follows_the_model() -> None:
         ({"architectures": None}, "got a configuration without `architectures`"),
         ({"architectures": ["OwnModel"]}, r"got OwnModel. Import .* `OwnModel.from_pretrained"),
         (
-            {KEY: {"quant_method": "rankwise", "structure": {"format": 1, "changes": []}}},
+            {KEY: {"quant_method": NAME, "structure": {"format": 1, "changes": []}}},
             "format: Input should be 2. Save the model again",
         ),
     ],
@@ -336,7 +336,8 @@ def test_a_compressed_folder_fails_in_transformers_alone(tmp_path: Path) -> None
     assert "rankwise.load_compressed(folder)" in readme
     assert "Do not set `ignore_mismatched_sizes=True`" in readme
     assert "rankwise.load_compressed(folder)" in (folder / "config.json").read_text()
-    subprocess.run(command, check=True, capture_output=True)
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert "got rankwise, after `from rankwise.compression import load_compressed`" in done.stderr
 
 
 def test_a_plain_module_is_loaded_into_a_new_one_of_its_sizes(tmp_path: Path) -> None:

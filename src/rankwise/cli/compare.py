@@ -75,10 +75,13 @@ def _load(given: list[Path]) -> list[tuple[Path, "Audit"]]:
     out with a message.
     """
     from rankwise.auditing import Audit, sort_by_step
+    from rankwise.cli.output import is_of_audit
     from rankwise.errors import InputError
 
     loaded: list[tuple[Path, Audit]] = []
     for path in given:
+        if is_of_audit(path) and path.name != "audit.json":  # DIR/* also names the page of several audits
+            continue
         folders = sorted(file.parent for file in path.glob("*/audit.json"))
         if not folders or (path / "audit.json").exists():
             loaded.append((path, Audit.load(path)))

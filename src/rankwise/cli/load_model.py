@@ -18,6 +18,15 @@ from rankwise.skips import load_skips
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "float64")}
 MODELS = "a folder with config.json and weights, a Hugging Face name, or module.py:factory"
+OTHER_FOLDERS = {
+    "adapter_config.json": (
+        "an adapter of peft alone",
+        "Merge it: `peft.AutoPeftModel.from_pretrained({0!r}).merge_and_unload().save_pretrained(NEW)`.",
+    ),
+    "model_index.json": ("a pipeline of diffusers", "Pass one of its parts, such as {0}/text_encoder."),
+    "modules.json": ("a model of sentence-transformers", "Pass its transformer, such as {0}/0_Transformer."),
+}
+"""What a folder without config.json holds, and what to do, by a file in it."""
 ASSETS = Path(__file__).parents[1] / "assets"
 """Folder with the bundled models, which `python -m experiments run train_demo` writes."""
 
@@ -188,6 +197,9 @@ def _from_transformers(
     from rankwise._internals.forward import config_value
     from rankwise.compression import save  # registers compressed models
 
+    for file, (got, fix) in OTHER_FOLDERS.items():
+        if (Path(spec) / file).is_file() and not (Path(spec) / "config.json").is_file():
+            raise InputError(f"model {spec}", expected=MODELS, got=got, fix=fix.format(spec))
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "revision": revision or "main"}
     try:
         config = transformers.AutoConfig.from_pretrained(spec, **options)

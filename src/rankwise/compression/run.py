@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from itertools import chain
 from typing import Any
 
@@ -142,12 +142,12 @@ def compress(
     # New linear layers draw weights.
     with eval_mode(model), preserve_random_state(model):
         try:
+            report("the parts that the model allows")
+            layers_of = find_parts(model, data[0], list(targets) if named else None)
             tokens = _count_tokens(model, data, "batches")
             if eval_data is not data:
                 _count_tokens(model, eval_data, "held_out")
             before = snapshot(model, eval_data, "before")
-            report("the parts that the model allows")
-            layers_of = find_parts(model, data[0], list(targets) if named else None)
             with ExitStack() as applied:
                 for name, layers in layers_of.items():
                     # earlier parts changed the layers
@@ -244,17 +244,26 @@ def quantized_layer(model: nn.Module) -> str:
 
 
 def find_parts(model: nn.Module, batch: Any, names: Sequence[str] | None) -> dict[str, Found[Any]]:
-    """Return the layers that each named part can change; raise if there are none.
+    """Return the layers that each named part can change; raise for all parts at once if some can change none.
 
     Without names, the parts are those of `DEFAULT_PARTS` that work, or else ``heads``.
     """
-    if names is not None:
-        return {name: find_part(name, model, batch) for name in names}
     layers: dict[str, Found[Any]] = {}
-    for name in DEFAULT_PARTS:
-        with suppress(NoLayersError):
+    errors: dict[str, NoLayersError] = {}
+    for name in DEFAULT_PARTS if names is None else names:
+        try:
             layers[name] = find_part(name, model, batch)
-    return layers or {"heads": find_part("heads", model, batch)}
+        except NoLayersError as error:
+            errors[name] = error
+    if names is None:
+        return layers or {"heads": find_part("heads", model, batch)}
+    if errors:
+        first, *others = errors.values()
+        also = f"; none for {' and '.join([*errors][1:])} either" if others else ""
+        work = f"Parts that work: {', '.join(layers)}." if layers else "No named part works."
+        got, fix = f"{first.got}{also}", f"{first.fix} {work}".strip()
+        raise NoLayersError(first.subject, expected=first.expected, got=got, fix=fix)
+    return layers
 
 
 def _count_tokens(model: nn.Module, batches: list[Any], name: str) -> int:

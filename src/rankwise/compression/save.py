@@ -38,7 +38,8 @@ from rankwise.compression.width_modules import NarrowedKeys, NarrowedLinear
 from rankwise.errors import CompressionError, InputError, first_line, readable_file
 
 WEIGHTS, STRUCTURE, RECORD = "model.safetensors", "structure.json", "compression.json"
-NAME = "rankwise"
+NAME = "rankwise, after `from rankwise.compression import load_compressed`"
+"""Name of the method in config.json. transformers prints it if nobody has registered the method."""
 README = """This model is compressed: the weights of its original class do not fit.
 
 Load it with `rankwise.load_compressed(folder)`, after `pip install rankwise`. For a module that is not from
