@@ -62,7 +62,7 @@ class LayerChange(Record):
 
     @property
     def ratio(self) -> float:
-        """Change in units of the standard deviation; NaN if it is 0. Two sequences differ by about 1."""
+        """Change in units of the standard deviation; NaN if it is 0. Two sequences usually differ by 1."""
         return self.change / self.std if self.std > 0 else math.nan
 
 
@@ -177,10 +177,9 @@ def compare_two(before: Audit, after: Audit) -> Comparison:
 
 
 def paired_stacks(before: Audit, after: Audit) -> dict[str, str]:
-    """Return a dict from stacks of the first audit to the corresponding stacks of the second audit.
+    """Return a dict from stacks of the first audit to stacks of the second audit.
 
-    Stacks with equal names correspond. If both audits have equally many other stacks, these correspond in
-    order; otherwise the other stacks are left out.
+    Stacks with equal names are paired. Other stacks are paired in order if both audits have equally many.
     """
     ours, theirs = _stacks(before), _stacks(after)
     pairs = {name: name for name in ours if name in theirs}
@@ -366,7 +365,7 @@ def cost_quantity(audit: Audit) -> str:
 
 
 def not_compared(audits: Sequence[Audit]) -> dict[str, str]:
-    """Return the measures that audits measure in different ways, with a sentence that says why."""
+    """Return a dict from measures that are not comparable between audits to a sentence that says why."""
     quantities = list(dict.fromkeys(map(cost_quantity, audits)))
     have_initial = {audit.at_init is not None for audit in audits}
     left_out = {}

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rankwise.tracing import CapturedMixer
 
 NAMES_KEPT = 48
-"""Maximum number of token names in a record. It suffices: an attention sink has one or two names."""
+"""Maximum number of token names in a record; an attention sink has only one or two names."""
 
 
 @dataclass
@@ -137,7 +137,7 @@ class TokenNames:
 
 
 def token_ids(site: "CapturedMixer", batch: "Batch | None") -> "tuple[TokenIds | None, TokenIds | None]":
-    """Return the token ids of rows and of columns of a mixing matrix. None replaces ids that are unknown."""
+    """Return the token ids of rows and of columns of a mixing matrix. Unknown ids are None."""
     from rankwise._internals.batches import tensors_of
 
     inputs = {
@@ -158,8 +158,7 @@ def token_ids(site: "CapturedMixer", batch: "Batch | None") -> "tuple[TokenIds |
 def peak_names(names: TokenNames, ids: "Tensor | None", column: int, sources: int) -> set[str]:
     """Return the names of the token in ``column``: position, text, and both together.
 
-    ``ids`` are the token ids of the columns without padding, or None if unknown. ``sources`` is the number of
-    columns.
+    ``ids`` are the token ids of the columns without padding, or None. ``sources`` is the number of columns.
     """
     place = {0: "the first token", sources - 1: "the last token"}.get(column, f"token {column}")
     text = f"token {column}" if ids is None else names.text(int(ids[column]))

@@ -152,9 +152,7 @@ def about(code: str) -> Subject | Literal[""]:
 
 
 def check_codes(codes: Sequence[str]) -> list[str]:
-    """Return codes in upper case with underscores.
-
-    Raise `InputError`, which names similar codes, if a code is unknown.
+    """Return codes in upper case with underscores. Raise `InputError` with similar codes if one is unknown.
 
     Examples:
         >>> check_codes(["collapse", "inactive-block"])
@@ -324,10 +322,7 @@ def identity(head: HeadRecord) -> Iterator[Finding]:
 
 @rule("OVERSIZED_HEADS", about="mixer", decided_by="heads", worse="neither", shown_by="required_head_dim")
 def oversized_heads(measured: Measured) -> Iterator[Finding]:
-    """Find heads that require between 1 channel and 40 % of their channels.
-
-    Heads that require no channel, such as untrained heads, are left out.
-    """
+    """Find heads that require 1 channel to 40 % of their channels. Untrained heads require no channel."""
     every = [head for head in measured.heads if _determines_width(head)]
     saved, cached, gain = narrowing_saves(every, measured.states, measured.provenance)
     words = "narrow heads to the width they need"
@@ -355,11 +350,10 @@ def oversized_heads(measured: Measured) -> Iterator[Finding]:
 
 
 def _determines_width(head: HeadRecord) -> bool:
-    """Return True if the required width of a head is known and can be judged.
+    """Return True if the required width of a head can be judged.
 
-    The second moments need `TOKENS_PER_CHANNEL` tokens per channel, and centering loses one token per
-    sequence. Return False if there are fewer tokens, sequences are shorter than `MIN_TOKENS`, or the width is
-    NaN.
+    Second moments need `TOKENS_PER_CHANNEL` tokens per channel, and centering loses one token per sequence.
+    Return False if there are fewer tokens, sequences are below `MIN_TOKENS`, or the width is NaN.
     """
     tokens = _tokens(head)
     enough = head.sequences * (tokens - 1) >= TOKENS_PER_CHANNEL * (head.head_dim or 0)

@@ -41,9 +41,9 @@ class History(WithPage):
 
     @classmethod
     def of(cls, audits: Sequence[Audit], names: Sequence[str] = ()) -> "History":
-        """Return a history of audits at the steps in their names, by default the names of the models.
+        """Return a history of audits at the steps that their names contain.
 
-        If the names contain no steps, the audits are numbered from 0.
+        The default names are those of the models. Without steps in the names, audits are numbered from 0.
         """
         called = list(names) or [audit.provenance.model for audit in audits]
         steps = steps_of(called) if called else None
@@ -226,16 +226,15 @@ def compare(before: Audit, after: Audit, *more: Audit) -> Comparison | History:
 
     Heads match by stack, site, layer, call, head and cross-attention. If no head matches, they match by kind
     instead of site, and renamed stacks are paired in order. Token states match by stack and layer. Findings
-    match by code and by the subject of their rule: a head, a mixer, a block, a stack, a class
-    of modules or the model.
+    match by code and by the subject of their rule: head, mixer, block, stack, class of modules or model.
 
     The size of a change is its share of the range of the measure: 1 for shares and distances, 2 for a cosine,
     min(T, S) for a rank (min(T, D) for token states), log S for the entropy. For σ_max, ‖Y‖ and μ, the
     change is divided by the larger value, and for a cost of removal by the loss of the model. The size does
     not use the standard deviation over sequences, because rounding errors would be the largest change of a
-    head that barely varies. Costs of different losses, and exact and estimated costs, are not compared; a
-    warning names them. `Comparison.structure` lists differences of structure: such models are
-    compared by layers, token states and totals. Cost: linear in the number of records, plus sorting.
+    head that barely varies. Costs of different losses or methods are not compared; a warning names them.
+    Models that differ in structure (`Comparison.structure`) are compared by layers, token states and totals.
+    Cost: linear in the number of records, plus sorting.
 
     Args:
         more: later audits. If model names contain steps (``checkpoint-500``), all audits are sorted by step.

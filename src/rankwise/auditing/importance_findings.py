@@ -25,7 +25,7 @@ def with_removal_costs(
     states: Sequence[StateRecord] = (),
     provenance: Provenance | None = None,
 ) -> list[Finding]:
-    """Return the findings. Those with these codes state the cost of removing their head, if it is known."""
+    """Return findings, with the known cost of removing the head added to findings with these codes."""
     costs, extended = {head.id: head.importance for head in heads}, []
     mixers = grouped(heads, lambda head: head.id.at(None))
     for finding in findings:
@@ -86,7 +86,7 @@ def saved_share(
     states: Sequence[StateRecord],
     about: Provenance | None,
 ) -> float:
-    """Return an upper bound on the share of the model's parameters that heads have, or NaN if unknown.
+    """Return an upper bound on the share of the model's parameters that these heads have, or NaN if unknown.
 
     A head of width K has at most 2 K (D + 1) parameters for queries and output, where D is the width of token
     states. It has as many for keys and values, which count only if all heads that share them are removed.

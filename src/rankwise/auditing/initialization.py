@@ -17,7 +17,7 @@ from rankwise.errors import RankwiseError, instance_of
 RESET_METHODS = ("reset_parameters", RESET, "init_weights", "_init_weights", "initialize_weights")
 """Names of methods that draw the weights of a module, in PyTorch and in common model code."""
 TRANSFORMERS_FLAG = "_is_hf_initialized"
-"""Attribute of drawn or loaded modules and weights, by which transformers' ``init_weights`` skips them."""
+"""Attribute that transformers sets on drawn or loaded modules and weights, which ``init_weights`` skips."""
 BY_HAND = (
     "Give a function that builds the model at initialization: `factory=build` without arguments, or to an "
     "audit `at_init=build` of a seed."

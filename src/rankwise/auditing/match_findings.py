@@ -18,8 +18,7 @@ OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 ERRORS = 2.0
 """Two numbers count as equal if they differ by at most this many standard errors of the difference."""
 ROUNDING = 2.0**-19
-"""Two numbers also count as equal if they differ by at most this share: 16 eps of float32. A single sequence
-has no standard error."""
+"""Relative difference up to which numbers count as equal without a standard error: 16 eps of float32."""
 
 
 class FindingChange(Record):

@@ -96,7 +96,7 @@ def measure_heads(
     measured = list(_batches(site, delta, method))
     matrices = site.operator.shape[0]
     windows = matrices // site.sequences if site.sequences and matrices % site.sequences == 0 else 1
-    # A window of nothing but padding has NaN tokens and does not count.
+    # The number of tokens is NaN in a window of padding, which does not count.
     real = ~np.isnan(np.concatenate([sequences.measures["tokens"][:, 0] for sequences in measured]))
     real = real.reshape(-1, windows)
 
@@ -332,7 +332,7 @@ def measure_states(
         values["relative_update"] = measures.relative_update(before.tokens.to(tokens.device), tokens, mask)
     unknown = values["norm"].isnan().cpu()
     statistics = StateStatistics(state.stack, state.name, state.layer, tokens.shape[-1])
-    # a sequence of nothing but padding has NaN norm, but no NaN states
+    # a sequence of nothing but padding does not count as non-finite
     statistics.nonfinite_sequences = int((unknown & real.any(-1).cpu()).sum())
     for name in values:
         statistics.measures[name].add(values[name].cpu().masked_fill(unknown, torch.nan)[:, None].numpy())

@@ -147,7 +147,7 @@ class DataDigest:
 
     @property
     def value(self) -> str:
-        """The digest as 16 hexadecimal digits; an empty string if it is unknown or there are no batches."""
+        """The digest as 16 hexadecimal digits; an empty string if it is unknown."""
         return self._digest.hexdigest()[:DIGITS] if self._known else ""
 
 

@@ -30,8 +30,8 @@ SEVERITIES: dict[Severity, tuple[str, str]] = {
 SEVERITY_ORDER = {severity: order for order, severity in enumerate(SEVERITIES)}
 MaskName = Literal["full", "causal", "window", "other"]
 PEAK_MASS = 0.5
-"""Smallest mean attention weight at which a token is named as the peak. No other token can have more than
-one half. If each row attends to its previous token, the largest mean weight is only about 1/S."""
+"""Smallest mean attention weight at which a token is named as the peak. No other token can then have more
+weight. If each row attends to its previous token, the largest mean weight is only about 1/S."""
 MAP_SIDE = 128
 """Maximum number of rows and of columns of an attention map."""
 
@@ -213,7 +213,7 @@ class HeadRecord(HeadMeasures, HeadOrigin):
     """Standard error of each estimated measure, mean over sequences; empty if all measures are exact.
     All sequences share the random vectors of the estimate, so errors do not average out."""
     counts: dict[str, Count] = Field(default_factory=dict)
-    """Number of sequences in the mean, for measures that may be undefined although all values are finite."""
+    """Number of sequences in the mean, for measures that are undefined in some sequences."""
     max_token: str = ""
     """Name of the token with the largest mean weight in a row (``max_token_mass``): text, position or both,
     whichever most sequences share. Empty if no name is shared by half of the sequences. If the weight is
@@ -277,7 +277,7 @@ class StateRecord(StateMeasures, StateOrigin):
     std: dict[str, Number] = Field(default_factory=dict)
     """Standard deviation over sequences, by name of the measure."""
     counts: dict[str, Count] = Field(default_factory=dict)
-    """Number of sequences in the mean, for measures that may be undefined although all values are finite."""
+    """Number of sequences in the mean, for measures that are undefined in some sequences."""
     at_init: AtInit | None = None
     """Measures of the same states at initialization, on the same data; None if not requested."""
 

@@ -28,7 +28,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "--device-map": (),
     "--offload-folder": (),
 }  # fmt: skip
-"""Options of `rankwise audit` that select model, data or device, with the other commands that have each."""
+"""Options of `rankwise audit` for model, data or device, each with the other commands that have it."""
 
 WITHOUT_HEAD = Remedy(
     words="see what the model loses without it", verb="audit", options=[["--importance"]], out="importance",
@@ -43,8 +43,8 @@ EXACTLY = Remedy(
 def remedy_text(remedy: Remedy, about: Provenance | None = None) -> str:
     """Return a remedy as text with code in backticks: one line, or a numbered line per step.
 
-    If a command made the audit, the code is a command with the model, data and device of the audit. The code
-    is Python if no command made the audit, or if the suggested command lacks an option of the audit.
+    If a command made the audit, the code is a command with the same model, data and device. Otherwise, or if
+    the suggested command lacks an option of the audit, the code is Python.
 
     Examples:
         >>> remedy_text(Remedy(words="use float32", verb="audit", code="rw.audit(model.float(), batches)"))
@@ -86,7 +86,7 @@ def in_steps(steps: Sequence[Remedy]) -> Remedy:
 
 
 def unless_done(remedy: Remedy, about: Provenance | None) -> Remedy:
-    """Return the remedy. If it repeats the audit that was just made, return that no action is recommended."""
+    """Return the remedy. If it repeats the audit that was just made, return a remedy without action."""
     given = [] if about is None else about.arguments
     repeated = [any(words[: len(option)] == option for words in given) for option in remedy.options]
     if remedy.verb != "audit" or not repeated or not all(repeated):
@@ -95,7 +95,7 @@ def unless_done(remedy: Remedy, about: Provenance | None) -> Remedy:
 
 
 def unless_too_little(remedy: Remedy, saved: float) -> Remedy:
-    """Return the remedy, without a recommended action if ``saved`` (a share) is too small to be noticed."""
+    """Return the remedy, with no action recommended if the share ``saved`` is below `WORTH`."""
     reason = "it saves too little to notice" if saved < WORTH else ""
     return remedy.model_copy(update={"no_action": reason})
 

@@ -186,7 +186,7 @@ class Audit(SavedRecord):
 
     @property
     def loss(self) -> float:
-        """Loss of the model. NaN if only the change of the output by removals, or nothing, was measured."""
+        """Loss of the model. NaN if no loss was measured, as when costs are changes of the output."""
         return math.nan if self.importance is None else self.importance.value or math.nan
 
     @property

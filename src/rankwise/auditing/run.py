@@ -76,9 +76,8 @@ def audit(
 
     Cost: one forward pass per batch. Exact ranks need the eigenvalues of a Gram matrix per head and sequence
     (T S min(T, S) time, 8 T S bytes). Estimated ranks need 67 passes over the rows (O(T S K) time, O(T + S)
-    memory). With ``importance``, each batch also needs one forward and nine backward passes. The search for
-    removable heads then runs all batches 5 to 30 times without some of the heads. ``importance="exact"`` also
-    runs all batches once per head and once per block.
+    memory). With ``importance``, each batch needs one forward and nine backward passes more, and 5 to 30
+    forward passes with sets of heads removed. ``importance="exact"`` adds one per head and block.
 
     Args:
         model: any `torch.nn.Module`.
@@ -97,23 +96,21 @@ def audit(
         sites: functions that return the mixing matrix (operator) of a module, by name, as in `capture`.
         blocks: names of the residual blocks, as in `capture`.
         attention_maps: heads whose map of the first sequence is kept: "flagged" (heads with a finding),
-            "all", "3:7,5:0" (layer:head), or pairs (layer, head). A map (`AttentionMap`) has at most 128×128
-            entries; longer sequences are averaged block by block. Cost per head: one product with 128
-            columns, and 43 KiB.
+            "all", "3:7,5:0" (layer:head), or pairs. A map (`AttentionMap`) has at most 128×128 entries;
+            longer sequences are averaged block by block. Cost per head: a product with 128 columns, 43 KiB.
         importance: measure the loss without each head and block, and which heads can be removed together.
             True estimates the losses from gradients. "exact" also removes heads and blocks one by one.
             `rankwise.importance.ImportanceSettings` has more options, such as the loss.
-        loss: also measure the loss of the model, as ``audit.importance.value``. Cost: one more forward pass
-            per batch.
+        loss: also measure the loss of the model, as ``audit.importance.value``, by one more forward pass.
         at_init: audit copies of the model at initialization on the same batches, one at a time. True for
             three seeds, a number of seeds, or a function that builds the model from a seed, for models that
             `reinitialized` cannot build. Each copy costs one audit and the memory of the model.
         provenance: fields of `Provenance` to record: model, revision, data, command.
         on_progress: function called with the number of finished batches and the name of the module or step.
 
-    After Ctrl-C, the audit contains the finished measurements, and ``complete`` is False. Finished batches
-    count, or finished layers of the first batch, copies at initialization, and removals of heads. If no layer
-    was finished, KeyboardInterrupt is raised.
+    After Ctrl-C, the audit contains the finished batches (or layers of the first batch), copies at
+    initialization and removals of heads, and ``complete`` is False. KeyboardInterrupt is raised if nothing
+    was finished.
 
     Raises:
         AuditError: if the model or a batch fails, or importance or ``at_init`` cannot be measured. The
@@ -174,7 +171,7 @@ class Run:
         """Audit all batches; then audit copies at initialization and measure importance, if requested."""
         at_init, importance = self.settings.at_init, self.settings.importance
         if at_init is not None:
-            next(initial_copies(self.model, at_init))  # an error is raised before anything is measured
+            next(initial_copies(self.model, at_init))  # a copy that cannot be built fails before measuring
         if at_init is not None or importance is not None:
             batches = list(batches)
         with sharded_again(self.model), fresh_autocast_cache(), ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Settings of `rankwise.audit`, the command and `RankMonitor`, which are checked before a model runs."""
+"""Settings of an audit (function, command or monitor), which are checked before a model runs."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -24,10 +24,9 @@ Progress = Callable[[int, str], None]
 
 @dataclass(frozen=True)
 class ChosenHeads:
-    """Heads whose attention maps are kept.
+    """Heads whose attention maps are kept: pairs (layer, head), or all heads if ``heads`` is empty.
 
-    ``heads`` contains pairs (layer, head). If ``heads`` is empty, the maps of all heads are kept, or only
-    of heads with a finding if ``flagged``.
+    If ``flagged``, only heads with a finding keep their maps.
     """
 
     heads: frozenset[tuple[int, int]] = frozenset()

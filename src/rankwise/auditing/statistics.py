@@ -183,10 +183,7 @@ class HeadStatistics:
         )
 
     def _nearest(self) -> tuple[list[int | None], Floats]:
-        """Return the index of the head nearest to each head by mean distance, and the distance.
-
-        If no distance is known, the index is None and the distance is NaN.
-        """
+        """Return the index of the head nearest to each head, and the distance; None and NaN if unknown."""
         distance = self.distances.to_record()[1].copy()
         np.fill_diagonal(distance, np.nan)
         filled = np.where(np.isnan(distance), np.inf, distance)
@@ -329,10 +326,7 @@ class AuditStatistics(ModelStatistics):
     """Statistics of the copies at initialization, by random seed."""
 
     def merge_audit(self, other: "AuditStatistics") -> None:
-        """Add a saved audit of other sequences.
-
-        Its attention maps are dropped, because ``texts`` holds the tokens of other maps.
-        """
+        """Add a saved audit of other sequences, without its attention maps: `texts` lacks their tokens."""
         for example in chain(*(heads.examples for heads in other.heads.values())):
             example.attention_map = None
         self.merge(other)

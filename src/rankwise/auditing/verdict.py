@@ -17,7 +17,7 @@ MOST_ACTIONS = 3
 MOST_KINDS = 3
 """Maximum number of kinds of findings that the sentence names."""
 OF_STATES, OF_HEADS = ("COLLAPSE", "INACTIVE_BLOCK"), ("CONSTANT",)
-"""Codes that the sentence on a healthy model names as absent, if states or heads were measured."""
+"""Codes about states and about heads that the sentence on a healthy model names as absent."""
 STOPPED = "The audit stopped before the end: some measurements are missing."
 
 

@@ -137,7 +137,7 @@ def _with_merged(
 
 
 def _saved(path: Path) -> Audit | None:
-    """Return a saved audit. Return None if the file is missing, or, with a printed message, damaged."""
+    """Return a saved audit. Return None if the file is missing, or damaged, which is printed."""
     try:
         return Audit.load(path) if path.exists() else None
     except (InputError, RecordError) as error:
@@ -146,7 +146,7 @@ def _saved(path: Path) -> Audit | None:
 
 
 def _find(job: AuditJob, saved: Mapping[str, Audit]) -> str:
-    """Return the folder of a job's finished audit. If there is none, say why and return ""."""
+    """Return the folder of a job's finished audit, or "". Print why audits of the model are not kept."""
     digests = job.file_digests()
     for folder, audit in saved.items():
         about = audit.provenance
@@ -195,7 +195,7 @@ def run_on_ray(
     """Run jobs as Ray tasks with reserved CPUs and GPUs, and yield each result as soon as it is finished.
 
     Without an address, Ray uses RAY_ADDRESS, a running cluster, or a new cluster on this machine. The address
-    ``local`` means a new cluster. Ray repeats a task if its worker or machine died, not if the audit failed.
+    ``local`` starts a new cluster. Ray repeats a task if its worker or machine died, not if the audit failed.
     """
     ray: Any = need_package("ray", "--ray", "ray")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # by default, Ray sends statistics over the network

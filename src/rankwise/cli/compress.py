@@ -139,7 +139,7 @@ def command(
 
 
 def _target(option: str, values: list[str] | None) -> float | dict[str, float] | None:
-    """Return the number of an option, or a dict of its numbers per part. Return None if it is not used."""
+    """Return the number of an option, or a dict of numbers per part. Return None if the option is unused."""
     numbers: dict[str, float] = {}
     for value in values or ():
         name, named, number = value.rpartition("=")

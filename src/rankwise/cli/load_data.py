@@ -19,7 +19,7 @@ from rankwise.errors import InputError, did_you_mean, first_line, need_package, 
 READERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 """Endings of data files, and the reader of `datasets` for each ending."""
 TOKENIZER_FILE = re.compile(r"tok|vocab|merges|spiece|sentencepiece|spm|bpe|tekken|dict")
-"""Words, of which the name of each tokenizer file that transformers reads contains at least one."""
+"""Words in names of tokenizer files: each file that a tokenizer of transformers reads has one of them."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def load_data(
 ) -> LoadedData:
     """Return batches of a text, of images or of a data set, or the batches that a factory returned.
 
-    Raise `InputError` if the model does not read these data, or there are no data.
+    Raise `InputError` if the model cannot read the data.
     """
     reads = loaded.input_name
     fix = "Pass --text FILE to a language model, --images DIR to a vision model, or return batches."

@@ -43,7 +43,7 @@ def read_images(
 
 
 def find_images(folder: str | Path) -> list[Path]:
-    """Return the visible images in a folder at any depth, sorted by path. For a file, return only the file.
+    """Return the visible images in a folder at any depth, sorted by path. For a file, return the file.
 
     Raise `InputError` if there are no images.
     """

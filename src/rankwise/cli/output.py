@@ -121,7 +121,7 @@ def print_results(
 
 
 def keep_finished(record: Path, complete: bool) -> Path:
-    """Return the folder for a new record: a subfolder if the new is incomplete and the old complete."""
+    """Return the folder for a new record: a subfolder if an incomplete one would replace a complete one."""
     with suppress(OSError, ValueError, AttributeError):  # the old record may be damaged
         if not complete and parse_json(record.read_text("utf-8")).get("complete", True):
             folder = record.parent / "incomplete"

@@ -149,7 +149,7 @@ def command(
         output.print_results(skip_document(scales | report.get("scales", {}), report, notes))
         if out is not None:
             output.print_results(None, [("wrote", path) for path in _write(loaded, inputs, out, report)])
-        if out is not None and not loaded.source:  # no model was written, only λ-skips
+        if out is not None and not loaded.source:  # say how to load λ-skips without a saved model
             code = f"import rankwise as rw; rw.skips.load_skips(model, {str(out)!r}, example=batch)"
             line = f"{code}   # model and batch as {model} makes them"
             output.print_results(None, [("load", line)])

@@ -22,7 +22,7 @@ def trainer_callback(monitor: RankMonitor, trainer: "Trainer") -> "TrainerCallba
         if audit is not None:
             should_log = control.should_log  # `trainer.log` clears this flag, which is restored below
             handler = trainer.callback_handler
-            every = handler.callbacks  # not to consoles, which would print the numbers of every layer
+            every = handler.callbacks  # numbers per layer are for loggers; a console would print all of them
             handler.callbacks = [
                 callback for callback in every if not isinstance(callback, PrinterCallback | ProgressCallback)
             ]

@@ -21,7 +21,7 @@ class AuditFolder:
         self.folder, self._warned = folder, False
 
     def begin(self, step: int, *, resume: bool, writes: bool) -> History:
-        """Check the folder before training. Return the saved audits before `step`, none unless `resume`.
+        """Check the folder before training. If `resume`, return the saved audits before `step`, else none.
 
         Only the writing process creates the folder, refuses audits of another run and deletes old audits.
 

@@ -36,7 +36,7 @@ def plan_head_dim(
     seed: int = 0,
     on_trial: Callable[[int], None] | None = None,
 ) -> HeadDimPlan:
-    """Plan K*, the query/key width beyond which one more channel adds less than `least_gain` to rank/T.
+    """Find K*, the least query/key width beyond which one more channel adds less than `least_gain` to rank/T.
 
     The rank is the rank of the mixing matrix M (T tokens by T tokens) of one hardmax head with random
     weights on orthonormal tokens. Trained heads can require more: an audit measures `required_head_dim`.
@@ -65,9 +65,8 @@ def plan_head_dim(
         on_trial: function called after each trial with the number of trials done.
 
     Returns:
-        Plan with the curve of rank/T, K* and the interval of K*. If Ctrl-C stops the trials, the plan is
-        computed from the finished trials, and ``complete`` is False. KeyboardInterrupt is raised if fewer
-        than two trials are finished.
+        Plan with the curve of rank/T, K* and its interval. If Ctrl-C stops the trials after two or more, the
+        plan is computed from the finished trials, and ``complete`` is False.
 
     Raises:
         InputError: if a number or name is out of range.
