@@ -90,7 +90,7 @@ class History(WithPage):
 
     @property
     def comparison(self) -> Comparison:
-        """Comparison of the last audit with the first. Raise `InputError` if there is only one."""
+        """Comparison of the last audit with the first. Raise `InputError` if fewer than two audits exist."""
         if len(self) < 2:
             got, fix = str(len(self)), "Add another: `add`."
             raise InputError("history", expected="two audits to compare", got=got, fix=fix)

@@ -76,8 +76,8 @@ def audit(
 
     Cost: one forward pass per batch. Exact ranks need the eigenvalues of a Gram matrix per head and sequence
     (T S min(T, S) time, 8 T S bytes). Estimated ranks need 67 passes over the rows (O(T S K) time, O(T + S)
-    memory). With ``importance``, each batch needs one forward and nine backward passes more, and 5 to 30
-    forward passes with sets of heads removed. ``importance="exact"`` adds one per head and block.
+    memory). With ``importance``, each batch needs one more forward pass, nine backward passes, and 5 to 30
+    forward passes with sets of heads removed. "exact" adds a forward pass per head and block.
 
     Args:
         model: any `torch.nn.Module`.

@@ -75,7 +75,7 @@ class LoadedModel:
             config.use_cache = self.use_cache
 
     def part_for(self, kind: Literal["text", "vision"]) -> "LoadedModel":
-        """Return the part of a model such as CLIP that reads texts or images. Keep any other model."""
+        """Return the text or vision part of a model such as CLIP. Return any other model unchanged."""
         name = f"{kind}_model"
         if not self.source or not all(hasattr(self.model, tower) for tower in ("text_model", "vision_model")):
             return self

@@ -196,7 +196,7 @@ def split_batches(
 ) -> tuple[list[Any], list[Any]]:
     """Return batches to learn from and batches to measure on.
 
-    If `learn`, every fifth sequence is measured and all others are learned from. Otherwise, all are measured.
+    If `learn`, every fifth sequence is for measuring. Otherwise all are, and the first list is empty.
     """
     import torch
 

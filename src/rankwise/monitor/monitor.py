@@ -74,7 +74,7 @@ class RankMonitor:
 
     Args:
         probe: a batch or a list of batches: dicts, tuples or tensors, as in `rankwise.audit`.
-        every: number of steps between audits, the minimum if steps do not count by one. Step 0 is audited.
+        every: number of steps between audits, or more if `step` skips numbers. Step 0 is also audited.
         stop_on: codes of findings that stop training. COLLAPSE stops training only if three audits in a row
             after step 0 have a token spread below 0.0002 in one stack, because many runs recover from a
             milder collapse. The rule was fitted at ten audits per run in float32. In bfloat16, the spread

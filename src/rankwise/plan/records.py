@@ -14,7 +14,7 @@ class HeadDimCost(Record):
     head_dim: int
     """Query/key width K."""
     rank_share: Number
-    """Mean rank/T of a head with random weights, interpolated between widths tried. NaN outside them."""
+    """Mean rank/T of a head with random weights, interpolated between widths tried. NaN beyond these."""
     parameters: int
     """Number of parameters of W_q and W_k, without biases."""
     cache_bytes: int
