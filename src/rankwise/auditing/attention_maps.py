@@ -58,7 +58,7 @@ class AttentionMapRecorder:
     def record(
         self, site: CapturedMixer, heads: Sequence[int], batch: Batch | None
     ) -> dict[int, AttentionMap]:
-        """Return the maps of the first sequence (image window), by position in ``heads``."""
+        """Return the maps of chosen heads for the first sequence (image window), by position in ``heads``."""
         places = [place for place, head in enumerate(heads) if self.chosen.includes(site.layer, head)]
         rows, columns = site.valid_tokens[0], site.valid_sources[0]
         if not (places and rows.any() and columns.any()):
@@ -75,12 +75,12 @@ class AttentionMapRecorder:
         return maps
 
     def missing(self, heads: Iterable[tuple[int, int]]) -> list[str]:
-        """Return a note on chosen heads that do not exist."""
+        """Return a list with a note on chosen heads that do not exist; an empty list if all exist."""
         absent = ", ".join(f"{layer}:{head}" for layer, head in sorted(self.chosen.heads - set(heads)))
         return [f"no such head to keep the matrix of: {absent}"] if absent else []
 
     def _texts(self, site: CapturedMixer, batch: Batch | None) -> list[str]:
-        """Return the keys in ``texts`` of row tokens and of column tokens; "" if the tokens are unknown."""
+        """Return the keys in ``texts`` of row tokens and of column tokens. Unknown tokens have the key ""."""
         keys = []
         for ids, valid in zip(token_ids(site, batch), (site.valid_tokens, site.valid_sources), strict=True):
             real = [] if ids is None else ids.ids[0][valid[0].to(ids.ids.device)].tolist()

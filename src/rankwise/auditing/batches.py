@@ -67,7 +67,7 @@ def text_batches(
     *One text* is cut into consecutive windows of exactly ``tokens`` tokens; a shorter rest is not used.
     *Many texts* become one sequence each, cut at ``tokens`` tokens and padded on the right to the longest
     sequence of the batch; texts without a token are skipped. If more than ``sequences`` windows or texts
-    exist, evenly spaced ones are used.
+    exist, evenly spaced windows or texts are used.
 
     The tokenizer's special tokens ([CLS] and [SEP] of BERT, the first token of Llama) are part of every
     sequence and count in ``tokens``. Special tokens are omitted if they would leave no room for text.
@@ -140,7 +140,7 @@ def model_batches(
 
 
 def longest_sequence(model: nn.Module) -> int | None:
-    """Return the maximum sequence length, without positions for padding (RoBERTa); None if unknown."""
+    """Return the maximum sequence length without positions for padding (RoBERTa), or None if unknown."""
     positions = positions_of(getattr(model, "config", None))
     if positions is None:
         return None
@@ -159,7 +159,7 @@ def _with_decoder(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tenso
 
 
 def _windows(text: str, tokenizer: Tokenizer, tokens: int, sequences: int) -> list[list[int]]:
-    """Return token ids of evenly spaced windows of one text; raise if the text is shorter than a window."""
+    """Return token ids of evenly spaced windows of one text. Raise `InputError` if the text is too short."""
     [ids] = _encode([text], tokenizer)
     before, after = _special_tokens(text, tokenizer, tokens)
     room = tokens - len(before) - len(after)
@@ -174,7 +174,10 @@ def _windows(text: str, tokenizer: Tokenizer, tokens: int, sequences: int) -> li
 
 
 def _rows(texts: Sequence[str], tokenizer: Tokenizer, tokens: int, sequences: int) -> list[list[int]]:
-    """Choose up to ``sequences`` texts at even spacing; return the first ``tokens`` token ids of each."""
+    """Return the first ``tokens`` token ids of up to ``sequences`` evenly spaced texts.
+
+    Raise `InputError` if no text has a token.
+    """
     nonempty = [text for text in texts if text.strip()]
     chosen = [nonempty[i] for i in evenly(len(nonempty), sequences)]
     encoded = [(text, ids) for text, ids in zip(chosen, _encode(chosen, tokenizer), strict=True) if ids]
@@ -186,12 +189,12 @@ def _rows(texts: Sequence[str], tokenizer: Tokenizer, tokens: int, sequences: in
 
 
 def _encode(texts: list[str], tokenizer: Tokenizer, special: bool = False) -> list[list[int]]:
-    """Return token ids of texts; warnings about long texts are off, because sequences are cut later."""
+    """Return token ids of texts. Warnings about long texts are off, because sequences are cut later."""
     return tokenizer(texts, add_special_tokens=special, verbose=False)["input_ids"] if texts else []
 
 
 def _special_tokens(text: str, tokenizer: Tokenizer, tokens: int) -> tuple[list[int], list[int]]:
-    """Return special tokens before and after a text, from encodings with and without special tokens."""
+    """Return special tokens before and after a text, or empty lists if they leave no room for text."""
     for sample in ("a", text):
         [bare], [full] = _encode([sample], tokenizer), _encode([sample], tokenizer, special=True)
         if bare:

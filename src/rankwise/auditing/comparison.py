@@ -22,9 +22,9 @@ SCHEMA_VERSION = 4
 COST = "removal_cost"
 """Name of the cost of removing a head: a measure in the unit of the loss, without a fixed range."""
 LOSS = "loss, "
-"""Beginning of the name of the total of the loss; its unit follows."""
+"""Name of the total for the loss, to which the unit of the loss is appended."""
 INITIAL = tuple(measure.name for measure in HEAD_MEASURES if measure.name.startswith("init_"))
-"""Measures of heads that an audit without an audit at initialization does not have."""
+"""Measures of heads that only an audit with ``at_init`` has."""
 
 R = TypeVar("R", HeadRecord, StateRecord)
 AnyMeasure = HeadMeasure | StateMeasure
@@ -62,7 +62,7 @@ class LayerChange(Record):
 
     @property
     def ratio(self) -> float:
-        """Change in units of the standard deviation; two sequences usually differ by about 1."""
+        """Change in units of the standard deviation; NaN if it is 0. Two sequences usually differ by 1."""
         return self.change / self.std if self.std > 0 else math.nan
 
 
@@ -94,7 +94,7 @@ class Comparison(SavedRecord):
     before: Provenance
     after: Provenance
     heads: int
-    """Number of heads in both audits."""
+    """Number of heads that are in both audits."""
     states: int
     """Number of token states that are in both audits."""
     warnings: list[str] = Field(default_factory=list)
@@ -177,7 +177,10 @@ def compare_two(before: Audit, after: Audit) -> Comparison:
 
 
 def paired_stacks(before: Audit, after: Audit) -> dict[str, str]:
-    """Map stacks of the first audit to the second by name, and the rest by order if equally many."""
+    """Return a dict from stacks of the first audit to stacks of the second audit.
+
+    Stacks with equal names are paired. Other stacks are paired in order if both audits have equally many.
+    """
     ours, theirs = _stacks(before), _stacks(after)
     pairs = {name: name for name in ours if name in theirs}
     left, right = ([name for name in names if name not in pairs] for names in (ours, theirs))
@@ -209,10 +212,10 @@ def _matched(
 def _changes(
     before: R, after: R, measures: Iterable[AnyMeasure], eps: float, cost_range: float = 1
 ) -> Iterator[Change]:
-    """Yield the differences of two records; those that rounding alone can cause have size 0.
+    """Yield the differences of two records. Differences that rounding alone can cause have size 0.
 
-    Numbers are sums over tokens of states that every layer up to this one has rounded. n rounding errors of
-    one eps of the range each, independent of each other, add up to about √n·eps.
+    Numbers are sums over tokens of states, which every layer up to this layer has rounded. The sum of n
+    independent rounding errors of one eps of the range is about √n·eps.
     """
     depth = after.blocks if isinstance(after, StateRecord) else after.layer
     rounding = eps * math.sqrt(abs(after.tokens * (depth + 1)))
@@ -255,7 +258,7 @@ def _std(measure: AnyMeasure, record: HeadRecord | StateRecord) -> float:
 def _kinds(
     before: Audit, after: Audit, stacks: Mapping[str, str]
 ) -> dict[tuple[str, int, bool], tuple[set[str], set[str]]]:
-    """Return the kinds of mixers of each layer in both audits, by the names of the second audit."""
+    """Return the kinds of mixers of each layer in both audits, by the stack names of the second audit."""
     kinds: dict[tuple[str, int, bool], tuple[set[str], set[str]]] = defaultdict(lambda: (set(), set()))
     for side, (audit, names) in enumerate(((before, stacks), (after, {}))):
         for head in audit.heads:
@@ -264,7 +267,7 @@ def _kinds(
 
 
 def _layer_changes(before: Audit, after: Audit, stacks: Mapping[str, str]) -> Iterator[LayerChange]:
-    """Yield changes of layers in both audits, for heads only if the layer has equal kinds of mixers."""
+    """Yield changes of layers that are in both audits. For heads, the kinds of mixers must be equal."""
     theirs, kinds = layer_means(after), _kinds(before, after, stacks)
     for own_key, (old, old_std) in layer_means(before).items():
         key = own_key._replace(stack=stacks.get(own_key.stack, own_key.stack))
@@ -296,7 +299,7 @@ def _totals(before: Audit, after: Audit) -> list[Total]:
 
 
 def _structure(before: Audit, after: Audit, stacks: Mapping[str, str]) -> Iterator[str]:
-    """Yield sentences on stacks and kinds of mixers that differ; totals tell numbers of layers and heads."""
+    """Yield sentences on differences of stacks and of kinds of mixers; `_totals` compares numbers."""
     for ours, theirs in stacks.items():
         if ours != theirs:
             yield f"The stack {ours or 'model'!r} is compared with {theirs or 'model'!r}."
@@ -327,7 +330,7 @@ def _warnings(
     heads: Sequence[tuple[HeadRecord, HeadRecord]],
     states: Sequence[tuple[StateRecord, StateRecord]],
 ) -> Iterator[str]:
-    """Yield reasons why the numbers of two audits may not be comparable, except `not_compared`."""
+    """Yield reasons why the numbers of two audits may not be comparable, except those of `not_compared`."""
     for field, (subject, consequence) in _PROVENANCE.items():
         old_value, new_value = (getattr(audit.provenance, field) for audit in (before, after))
         if old_value != new_value:
@@ -350,9 +353,9 @@ def _warnings(
 
 
 def cost_quantity(audit: Audit) -> str:
-    """Return loss and method of costs of removal as text; costs with equal texts compare.
+    """Return the loss and the method of costs of removal as text. Only costs with equal texts are comparable.
 
-    The text is empty without costs.
+    Return an empty string if the audit has no costs.
     """
     importances = [head.importance for head in audit.heads if head.importance is not None]
     methods = " and ".join(sorted({cost.method for cost in importances if math.isfinite(cost.cost)}))
@@ -362,7 +365,7 @@ def cost_quantity(audit: Audit) -> str:
 
 
 def not_compared(audits: Sequence[Audit]) -> dict[str, str]:
-    """Return the measures that differ between audits in what they measure, each with a sentence on it."""
+    """Return a dict from measures that are not comparable between audits to a sentence that says why."""
     quantities = list(dict.fromkeys(map(cost_quantity, audits)))
     have_initial = {audit.at_init is not None for audit in audits}
     left_out = {}

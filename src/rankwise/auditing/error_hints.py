@@ -51,7 +51,10 @@ def fix_hint(model: nn.Module, batch: Any, error: Exception) -> str:
 
 
 def _hint_from_numbers(model: nn.Module, batch: Any, error: Exception) -> str:
-    """Return a hint that sizes, ids or types prove; words of a message may be those of another error."""
+    """Return a hint that sizes, ids or dtypes of the batch prove, or an empty string.
+
+    The message of the error is not read, because other errors can have the same words.
+    """
     tensors = tensors_of(batch).values()
     ids = [tensor for tensor in tensors if not tensor.is_floating_point() and tensor.numel()]
     longest = max((tensor.shape[-1] for tensor in ids if tensor.dim() > 1), default=0)
@@ -79,7 +82,10 @@ def _is_list(value: Any) -> bool:
 
 
 def positions_of(config: Any) -> int | None:
-    """Return the number of positions in a configuration, or the smallest number in the ones inside it."""
+    """Return the number of positions in a configuration, or the smallest in its inner configurations.
+
+    Return None if the number is unknown or unlimited.
+    """
     positions = config_value(config, "max_position_embeddings", "n_positions")
     if isinstance(positions, int):
         return positions if positions > 0 else None

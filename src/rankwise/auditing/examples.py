@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rankwise.tracing import CapturedMixer
 
 NAMES_KEPT = 48
-"""Number of token names that a record keeps; an attention sink has one or two."""
+"""Maximum number of token names in a record; an attention sink has only one or two names."""
 
 
 @dataclass
@@ -53,14 +53,14 @@ class HeadExamples:
         )
 
     def see_length(self, tokens: float, mask: MaskName) -> None:
-        """Keep the mask of the longest sequence; ties go to the first mask name by alphabet."""
+        """Keep the mask of the longest sequence; of equally long sequences, the first mask by alphabet."""
         if tokens > self.longest:
             self.longest, self.mask = tokens, mask
         elif tokens == self.longest > 0:
             self.mask = min(self.mask, mask)
 
     def merge(self, other: "HeadExamples") -> None:
-        """Add examples of the same head from later sequences; the attention map is of the first alone."""
+        """Add examples of the same head from later sequences, except their attention map."""
         self.see_length(other.longest, other.mask)
         if not self.membership:
             self.membership, self.grid = other.membership, other.grid
@@ -72,8 +72,8 @@ class HeadExamples:
     def peak(self) -> tuple[str, int]:
         """Most frequent name of the most attended token, and the number of sequences with it.
 
-        The name is empty if fewer than half of the sequences share it. If names are equally frequent, a name
-        of text and position wins.
+        If fewer than half of the sequences share the name, it is empty and the number is 0. Of equally
+        frequent names, a name with text and position is preferred.
         """
         names = self.names.items()
         name, count = min(names, key=lambda item: (-item[1], ", " not in item[0], item[0]), default=("", 0))
@@ -81,7 +81,10 @@ class HeadExamples:
 
 
 def patch_grid(tokens: int, image: tuple[int, int] | None) -> tuple[int, int] | None:
-    """Return rows and columns if ``tokens`` square patches tile an image (height, width); else None."""
+    """Return rows and columns of the ``tokens`` square patches that tile an image (height, width).
+
+    Return None if no such grid fits or ``image`` is None.
+    """
     if image is None:
         return None
     height, width = image
@@ -117,9 +120,9 @@ class TokenNames:
     def peaks(
         self, site: "CapturedMixer", batch: "Batch | None", columns: Sequence[Sequence[int]]
     ) -> list[list[set[str]]]:
-        """Return the names of the token in ``columns`` for each sequence and head; none for column −1.
+        """Return the names of the token in ``columns`` for each sequence and head.
 
-        Columns are counted without padding.
+        Columns are counted without padding. Column −1 has an empty set of names.
         """
         _, read = token_ids(site, batch)
         real = [valid.nonzero()[:, 0] for valid in site.valid_sources.cpu()]
@@ -134,7 +137,7 @@ class TokenNames:
 
 
 def token_ids(site: "CapturedMixer", batch: "Batch | None") -> "tuple[TokenIds | None, TokenIds | None]":
-    """Return the token ids of rows and of columns of a mixing matrix; None if no input has their shape."""
+    """Return the token ids of rows and of columns of a mixing matrix. Unknown ids are None."""
     from rankwise._internals.batches import tensors_of
 
     inputs = {
@@ -155,7 +158,7 @@ def token_ids(site: "CapturedMixer", batch: "Batch | None") -> "tuple[TokenIds |
 def peak_names(names: TokenNames, ids: "Tensor | None", column: int, sources: int) -> set[str]:
     """Return the names of the token in ``column``: position, text, and both together.
 
-    ``ids`` are the token ids of the columns without padding, None if unknown; ``sources`` counts the columns.
+    ``ids`` are the token ids of the columns without padding, or None. ``sources`` is the number of columns.
     """
     place = {0: "the first token", sources - 1: "the last token"}.get(column, f"token {column}")
     text = f"token {column}" if ids is None else names.text(int(ids[column]))
@@ -163,7 +166,7 @@ def peak_names(names: TokenNames, ids: "Tensor | None", column: int, sources: in
 
 
 def image_size(batch: "Batch | None") -> tuple[int, int] | None:
-    """Return height and width of the images (B, C, H, W) in a batch; None if the batch has no images."""
+    """Return height and width of the images (B, C, H, W) in a batch. Return None if there are no images."""
     from rankwise._internals.batches import tensors_of
 
     for tensor in tensors_of(batch).values() if batch is not None else ():

@@ -48,14 +48,16 @@ SINK_MASS = 0.9
 CONSTANT_STABLE_RANK, CONSTANT_DISTANCE = 1.1, 0.3
 # IDENTITY: the squared distance is below 1 % (0.1²) of the sum of both squared norms.
 IDENTITY_DISTANCE = 0.1
-# COLLAPSE: threshold on token spread, whose square is the share of ‖Y‖² that differs between tokens; runs
-# with a value below it halfway, and those of them that did not learn (docs/evidence/collapse-rule.md).
+# COLLAPSE: threshold on token spread, whose square is the share of ‖Y‖² that differs between tokens. Halfway,
+# COLLAPSED_RUNS training runs were below the threshold, of which COLLAPSED_FAILED did not learn
+# (docs/evidence/collapse-rule.md).
 COLLAPSE_SPREAD, COLLAPSED_RUNS, COLLAPSED_FAILED = 0.04, 40, 37
 # COLLAPSE also requires that token spread has halved since the input, because input tokens may be similar.
 COLLAPSE_FALL = 0.5
 # INACTIVE_BLOCK: only 1e-4 (0.01²) of the output's squared norm is not a multiple of the input.
 INACTIVE_TURN = 0.01
-# OVERSIZED_HEADS: largest share of channels that is required: 0.5, less a margin for the estimate's error.
+# OVERSIZED_HEADS: largest share of its channels that an oversized head requires. The value is 0.5 minus a
+# margin for the error of the estimate.
 OVERSIZED_HEADS = 0.4
 # With N tokens per channel, eigenvalues of second moments are within (1 ± 1/√N)² of the true eigenvalues
 # (Marchenko and Pastur): 1/4 to 9/4 for N = 4. With fewer tokens, every head seems to need few channels.
@@ -84,20 +86,21 @@ class Rule:
     find: Find
     """Function that yields findings from `Measured`, or from one `HeadRecord` if the rule is about a head."""
     about: Subject
-    """Subject of the findings. Findings of two audits match if code and subject are equal. ``modules``:
-    modules of one class that were not captured for one reason."""
+    """Subject of the findings. Findings of two audits match if code and subject are equal. The
+    subject ``modules`` means modules of one class that were not captured for one reason."""
     decided_by: str
-    """Key in the finding's evidence: its number says how strong the finding is."""
+    """Name of the number in the evidence that says how strong the finding is."""
     worse: Literal["higher", "lower", "neither"]
-    """Direction in which `decided_by`'s number is worse; neither if it only shows room for compression."""
+    """Direction in which the number `decided_by` is worse. "neither": the number only shows room for
+    compression."""
     evidence: str = ""
     """Names of the record's fields that are copied to the evidence, separated by spaces."""
     shown_by: str = ""
     """Measure whose map or curve shows the finding."""
     remedy: Remedy | None = None
-    """Next step for the reader; None if the function states it."""
+    """Next step for the reader; None if `find` yields findings with their own remedies."""
     names: str = ""
-    """What the sentence of a verdict calls its findings, in the plural; empty if it does not name them."""
+    """Plural name of the findings in the sentence of a verdict; empty if the sentence leaves them out."""
     with_costs: bool = False
     """True if the finding states the cost of removing its head, provided that the cost is known."""
 
@@ -144,12 +147,12 @@ def diagnose(
 
 
 def about(code: str) -> Subject | Literal[""]:
-    """Return the subject of the findings with a code; an empty string for an unknown code."""
+    """Return the subject of the findings with a code. Return an empty string for an unknown code."""
     return FINDING_RULES[code].about if code in FINDING_RULES else ""
 
 
 def check_codes(codes: Sequence[str]) -> list[str]:
-    """Return codes in upper case with underscores; raise if one is unknown, with similar known codes.
+    """Return codes in upper case with underscores. Raise `InputError` with similar codes if one is unknown.
 
     Examples:
         >>> check_codes(["collapse", "inactive-block"])
@@ -245,7 +248,7 @@ def collapse(measured: Measured) -> Iterator[Finding]:
 
 
 def collapse_words(evidence: Mapping[str, float | int]) -> str:
-    """Return the meaning of a COLLAPSE with this evidence."""
+    """Return the sentences that explain a COLLAPSE finding with this evidence."""
     return (
         f"Tokens become equal: token spread μ/‖Y‖ {evidence['spread_input']:.2g} at the input, "
         f"{evidence['spread']:.2g} after {evidence['blocks']:g} blocks, at the lowest "
@@ -255,7 +258,7 @@ def collapse_words(evidence: Mapping[str, float | int]) -> str:
 
 
 def inactive_remedy(by_hand: str) -> Remedy:
-    """Return the remedy of INACTIVE_BLOCK; its last step, by hand, tells if the part is needed."""
+    """Return the remedy of INACTIVE_BLOCK. The last step, ``by_hand``, shows if the model needs the block."""
     mixing = Remedy(
         words="see how much mixing its skip connection leaves", verb="skip", options=[["--certify"]],
         code="rw.certify_skip(model, batch)",
@@ -268,7 +271,7 @@ def inactive_remedy(by_hand: str) -> Remedy:
     evidence="relative_update norm", remedy=inactive_remedy("take the block out of its list"),
 )  # fmt: skip
 def inactive_block(measured: Measured) -> Iterator[Finding]:
-    """Find blocks that return their input, such as by a λ, a LayerScale, a gate or small output weights."""
+    """Find blocks that only scale their input, because of a λ, LayerScale, gate or small output weights."""
     for state in measured.states:
         if state.relative_update < INACTIVE_TURN:
             words = (
@@ -319,7 +322,7 @@ def identity(head: HeadRecord) -> Iterator[Finding]:
 
 @rule("OVERSIZED_HEADS", about="mixer", decided_by="heads", worse="neither", shown_by="required_head_dim")
 def oversized_heads(measured: Measured) -> Iterator[Finding]:
-    """Find heads that require at least 1 but at most 40 % of their channels; untrained heads require 0."""
+    """Find heads that require 1 channel to 40 % of their channels. Untrained heads require no channel."""
     every = [head for head in measured.heads if _determines_width(head)]
     saved, cached, gain = narrowing_saves(every, measured.states, measured.provenance)
     words = "narrow heads to the width they need"
@@ -347,7 +350,11 @@ def oversized_heads(measured: Measured) -> Iterator[Finding]:
 
 
 def _determines_width(head: HeadRecord) -> bool:
-    """Return True if there are enough tokens for second moments; centering loses one token per sequence."""
+    """Return True if the required width of a head can be judged.
+
+    Second moments need `TOKENS_PER_CHANNEL` tokens per channel, and centering loses one token per sequence.
+    Return False if there are fewer tokens, sequences are below `MIN_TOKENS`, or the width is NaN.
+    """
     tokens = _tokens(head)
     enough = head.sequences * (tokens - 1) >= TOKENS_PER_CHANNEL * (head.head_dim or 0)
     return enough and tokens >= MIN_TOKENS and not math.isnan(head.required_head_dim)
@@ -400,7 +407,7 @@ def _is_judged(head: HeadRecord) -> bool:
 
 
 def _structure(code: str, head: HeadRecord, words: str, severity: Severity = "warning") -> Finding:
-    """Return a finding about the matrix of a head; its severity is info if the sequences are short."""
+    """Return a finding about the matrix of a head, with severity info if the sequences are short."""
     if _tokens(head) < STRUCTURE_TOKENS:
         words += f" Of {_tokens(head):.0f} tokens; longer sequences may show another head."
         severity = "info"
@@ -408,7 +415,10 @@ def _structure(code: str, head: HeadRecord, words: str, severity: Severity = "wa
 
 
 def _token_name(head: HeadRecord) -> str:
-    """Return the name of the most attended token; add the number of sequences if not all share it."""
+    """Return the name of the most attended token, or "One token" if the name is unknown.
+
+    If only some sequences share the name, their number is added.
+    """
     if not head.max_token:
         return "One token"
     name = re.sub("^the ", "The ", head.max_token)

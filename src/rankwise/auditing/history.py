@@ -41,9 +41,9 @@ class History(WithPage):
 
     @classmethod
     def of(cls, audits: Sequence[Audit], names: Sequence[str] = ()) -> "History":
-        """Return a history with the steps that the names contain; without steps, audits are numbered from 0.
+        """Return a history of audits at the steps that their names contain.
 
-        By default audits have the names of their models.
+        The default names are those of the models. Without steps in the names, audits are numbered from 0.
         """
         called = list(names) or [audit.provenance.model for audit in audits]
         steps = steps_of(called) if called else None
@@ -51,7 +51,7 @@ class History(WithPage):
         return cls(zip(numbers, audits, strict=True), called, counted=steps is None)
 
     def add(self, step: int, audit: Audit, name: str = "") -> None:
-        """Add the audit of a training step at its place, by default under the name ``step-N``.
+        """Add the audit of a training step, in the order of steps. The default name is ``step-N``.
 
         Raise `InputError` if the history has an audit of this step.
         """
@@ -90,7 +90,7 @@ class History(WithPage):
 
     @property
     def comparison(self) -> Comparison:
-        """Comparison of the last audit with the first; `InputError` if there are fewer than two audits."""
+        """Comparison of the last audit with the first. Raise `InputError` if fewer than two audits exist."""
         if len(self) < 2:
             got, fix = str(len(self)), "Add another: `add`."
             raise InputError("history", expected="two audits to compare", got=got, fix=fix)
@@ -100,7 +100,7 @@ class History(WithPage):
     def best(self) -> tuple[str, Audit] | None:
         """Name and audit with the lowest loss.
 
-        None unless two audits or more have the same kind of loss on the same data.
+        None if fewer than two audits have a loss, or if the losses differ in kind or data.
         """
         entries = [(name, audit) for name, audit in self._entries.values() if math.isfinite(audit.loss)]
         losses = {entry.importance.quantity for _, entry in entries if entry.importance}
@@ -110,8 +110,8 @@ class History(WithPage):
     def curves(self) -> dict[LayerKey, list[tuple[float, float]]]:
         """Return each measure of each layer over the steps, with its standard deviation over sequences.
 
-        A curve has a pair per step; NaN if an audit does not have the layer. Measures that `warnings` name
-        are left out.
+        A curve has a pair per step. If an audit does not have the layer, both numbers are NaN. Measures that
+        `warnings` name are left out.
         """
         means, left_out = [layer_means(audit) for audit in self.audits], not_compared(self.audits)
         keys = dict.fromkeys(key for of_audit in means for key in of_audit if key.measure not in left_out)
@@ -120,7 +120,7 @@ class History(WithPage):
 
     @property
     def warnings(self) -> list[str]:
-        """Sentences on numbers of the audits that are not comparable."""
+        """Sentences that name numbers which are not comparable between the audits."""
         sentences = list(dict.fromkeys(not_compared(self.audits).values()))
         if sum(math.isfinite(audit.loss) for audit in self.audits) > 1 and not self.best:
             sentences.append("Losses do not compare: their kind or the data differ.")
@@ -136,7 +136,7 @@ class History(WithPage):
     def to_csv(self, path: str | Path) -> Path:
         """Write the table of `to_frame` as CSV, as `Audit.to_csv` does, and return the path of the file.
 
-        In an existing folder, the file is ``history.csv``. Raise `InputError` if it cannot be written.
+        In an existing folder, the file is ``history.csv``. Raise `InputError` if the file cannot be written.
         """
         return write_file(path, csv_text(*self._table()), "table", in_folder="history.csv")
 
@@ -165,7 +165,7 @@ class History(WithPage):
         """Return the audits that `save`, or `rankwise audit` of several models, wrote as ``*/audit.json``.
 
         Incomplete audits, of runs that failed, are left out with a warning. Raise `InputError` if the folder
-        has no other audits, and `RecordError` if an audit is damaged.
+        has no complete audit, and `RecordError` if an audit is damaged.
         """
         folder = Path(folder)
         audits = {path.parent.name: Audit.load(path) for path in sorted(folder.glob("*/audit.json"))}
@@ -185,7 +185,9 @@ class History(WithPage):
 
 
 def steps_of(names: Sequence[str]) -> list[int] | None:
-    """Return the only number in which each name differs; None if names are equal or differ elsewhere.
+    """Return from each name the number in which the names differ.
+
+    For a single name, return its last number. Return None if names are equal or differ in anything else.
 
     Examples:
         >>> steps_of(["run1/checkpoint-500", "run1/checkpoint-1000"])
@@ -205,7 +207,7 @@ def steps_of(names: Sequence[str]) -> list[int] | None:
 
 
 def sort_by_step(names: Sequence[str]) -> list[str]:
-    """Return names sorted by the steps in them; unchanged if the names contain no steps.
+    """Return names sorted by their steps (`steps_of`), or in the given order if they contain no steps.
 
     Examples:
         >>> sort_by_step(["checkpoint-1000", "checkpoint-200"])
@@ -220,22 +222,22 @@ def compare(before: Audit, after: Audit) -> Comparison: ...
 @overload
 def compare(before: Audit, after: Audit, third: Audit, /, *more: Audit) -> History: ...
 def compare(before: Audit, after: Audit, *more: Audit) -> Comparison | History:
-    """Compare two audits, the largest change first; return three or more audits as a `History`.
+    """Return the `Comparison` of two audits, or three or more audits as a `History`.
 
-    Heads match by stack, site, layer, head and cross-attention, or by their numbers if no name agrees. Token
-    states match by stack and layer. Findings match by code and by the subject of their rule: a head, a mixer,
-    a group of heads, a stack or the model.
+    Heads match by stack, site, layer, call, head and cross-attention. If no head matches, they match by kind
+    instead of site, and renamed stacks are paired in order. Token states match by stack and layer. Findings
+    match by code and by the subject of their rule: head, mixer, block, stack, class of modules or model.
 
     The size of a change is its share of the range of the measure: 1 for shares and distances, 2 for a cosine,
-    min(T, S) for a rank (min(T, D) for token states), log S for the entropy. For σ_max, ‖Y‖ and μ it is
-    divided by the larger value, and for a cost of removal by the loss of the model. It is not divided by the
-    standard deviation over sequences (as in `LayerChange.ratio`): for a head that barely varies, rounding
-    errors would be the largest change. Costs of different losses, and exact and estimated costs, are not
-    compared; a warning names them. `Comparison.structure` lists differences of structure: such models are
-    compared by layers, token states and totals. Cost: linear in the number of records, plus sorting.
+    min(T, S) for a rank (min(T, D) for token states), log S for the entropy. For σ_max, ‖Y‖ and μ, the
+    change is divided by the larger value, and for a cost of removal by the loss of the model. The size does
+    not use the standard deviation over sequences, because rounding errors would be the largest change of a
+    head that barely varies. Costs of different losses or methods are not compared; a warning names them.
+    Models that differ in structure (`Comparison.structure`) are compared by layers, token states and totals.
+    Cost: linear in the number of records, plus sorting.
 
     Args:
-        more: later audits. If the names of the models contain steps (``checkpoint-500``), these sort them.
+        more: later audits. If model names contain steps (``checkpoint-500``), all audits are sorted by step.
 
     Raises:
         InputError: if an argument is not an audit, such as a path.

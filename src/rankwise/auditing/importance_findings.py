@@ -25,7 +25,7 @@ def with_removal_costs(
     states: Sequence[StateRecord] = (),
     provenance: Provenance | None = None,
 ) -> list[Finding]:
-    """Add the known cost of removing the head to findings with these codes."""
+    """Return findings, with the known cost of removing the head added to findings with these codes."""
     costs, extended = {head.id: head.importance for head in heads}, []
     mixers = grouped(heads, lambda head: head.id.at(None))
     for finding in findings:
@@ -86,10 +86,10 @@ def saved_share(
     states: Sequence[StateRecord],
     about: Provenance | None,
 ) -> float:
-    """Return an upper bound on the share of the model's parameters that heads have; NaN if not known.
+    """Return an upper bound on the share of the model's parameters that these heads have, or NaN if unknown.
 
-    A head of dim K in tokens of width D has at most 2 K (D + 1) of them in queries and output, and as many in
-    its keys and values, which remain while a head that shares them remains.
+    A head of width K has at most 2 K (D + 1) parameters for queries and output, where D is the width of token
+    states. It has as many for keys and values, which count only if all heads that share them are removed.
     """
     hidden_sizes = {state.stack: state.hidden_size for state in states}
     total = 0 if about is None else about.parameters
@@ -108,7 +108,7 @@ def narrowing_saves(
 ) -> tuple[float, float, str]:
     """Return the shares of parameters and cached keys that narrow heads save, and a sentence on both.
 
-    Heads keep the width that they need; heads that share a key head keep one width. If the savings are
+    Heads keep the width that they need. Heads that share a key head keep one common width. If the savings are
     unknown, the shares are NaN, and the sentence is empty.
     """
     hidden_sizes = {state.stack: state.hidden_size for state in states}
@@ -136,7 +136,7 @@ def by_key_head(heads: Iterable[HeadRecord]) -> Collection[list[HeadRecord]]:
 
 
 def whole_words(importance: ImportanceRecord) -> str:
-    """Describe the loss of the unchanged model; if it is 0, the reference with which costs are compared."""
+    """Return the loss of the unchanged model as text, or the reference of costs if the loss is 0."""
     if importance.value:
         return f"{format_number(importance.value)} {importance.unit}"
     if _of(importance):
@@ -150,7 +150,7 @@ def _of(importance: ImportanceRecord) -> str:
 
 
 def _percent(importance: ImportanceRecord, cost: float) -> str:
-    """Return a cost as a share; in the loss's unit if the reference is 0."""
+    """Return a cost as a share of the reference. If the reference is 0, return it in the unit of the loss."""
     share = importance.share(cost)
     if math.isnan(share):
         return f"{cost:+.2g} {importance.unit}"

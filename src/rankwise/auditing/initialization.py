@@ -17,7 +17,7 @@ from rankwise.errors import RankwiseError, instance_of
 RESET_METHODS = ("reset_parameters", RESET, "init_weights", "_init_weights", "initialize_weights")
 """Names of methods that draw the weights of a module, in PyTorch and in common model code."""
 TRANSFORMERS_FLAG = "_is_hf_initialized"
-"""Attribute that transformers sets on drawn or loaded modules and weights, so ``init_weights`` skips them."""
+"""Attribute that transformers sets on drawn or loaded modules and weights, which ``init_weights`` skips."""
 BY_HAND = (
     "Give a function that builds the model at initialization: `factory=build` without arguments, or to an "
     "audit `at_init=build` of a seed."
@@ -25,7 +25,7 @@ BY_HAND = (
 
 
 class InitializationError(RankwiseError):
-    """Error if a copy of a model at initialization cannot be built."""
+    """Raised if a copy of a model at initialization cannot be built."""
 
 
 def reinitialized(
@@ -43,12 +43,12 @@ def reinitialized(
     Args:
         model: any module with floating-point weights; the module is not changed.
         seed: random seed of the weights.
-        factory: function that builds the model at initialization, if the default ways fail; called with
-            PyTorch's random state seeded.
+        factory: function without arguments that builds the model at initialization, for models that the
+            default way cannot build. PyTorch's random state is seeded before the call.
 
     Raises:
-        InitializationError: if no method draws a weight, the configuration cannot build the model, or names
-            or shapes of the weights from ``factory`` differ.
+        InitializationError: if no method draws a weight, the configuration cannot build the model, names or
+            shapes of weights differ, or weights are quantized, offloaded or on several devices.
 
     Examples:
         >>> import torch
@@ -78,7 +78,7 @@ class AtInitSettings:
     Args:
         seeds: number of copies, with seeds 0, 1, …; each copy costs one audit. Use at least three: two seeds
             do not show how results vary.
-        build: function that builds the model from a seed, if `reinitialized` cannot.
+        build: function that builds the model from a seed, for models that `reinitialized` cannot build.
     """
 
     seeds: int = 3
@@ -86,7 +86,7 @@ class AtInitSettings:
 
 
 def initial_copies(model: nn.Module, settings: AtInitSettings) -> Iterator[tuple[int, nn.Module]]:
-    """Yield pairs (seed, copy at initialization), without keeping a reference to the copy."""
+    """Yield pairs (seed, copy at initialization). No reference is kept, so the caller can free each copy."""
     model, build = original_of(model), settings.build
     for seed in range(settings.seeds):
         yield seed, reinitialized(model, seed, None if build is None else partial(build, seed))
@@ -102,7 +102,7 @@ def built_words(model: nn.Module, settings: AtInitSettings) -> str:
 
 
 def _check_floating_point(model: nn.Module) -> None:
-    """Raise if weights are not floating-point numbers in the memory of one device."""
+    """Raise `InitializationError` if weights are not floating-point numbers in the memory of one device."""
     for name, weight in model.named_parameters():
         if not (weight.is_floating_point() or weight.is_complex()):
             raise _not_drawn(model, [name], f"{weight.dtype} weights, which no method draws")
@@ -143,7 +143,7 @@ def _redrawn(model: nn.Module) -> nn.Module:
             vars(parameter).pop(TRANSFORMERS_FLAG, None)
         for module in initial.modules():
             vars(module).pop(TRANSFORMERS_FLAG, None)
-        for module in reversed(list(initial.modules())):  # children first, so that a parent can redraw them
+        for module in reversed(list(initial.modules())):  # children first: a parent can redraw their weights
             for method in RESET_METHODS:
                 _reset(initial, module, method)
     missed = [name for name, parameter in initial.named_parameters() if bool(parameter.isnan().any())]
@@ -164,7 +164,7 @@ def _reset(model: nn.Module, module: nn.Module, name: str) -> None:
     ]
     if not required:
         method()
-    elif len(required) == 1 and module is model:  # it takes one module: it is meant for `model.apply`
+    elif len(required) == 1 and module is model:  # a method of one module is meant for `model.apply`
         model.apply(method)
 
 

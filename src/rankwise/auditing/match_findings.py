@@ -18,16 +18,16 @@ OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 ERRORS = 2.0
 """Two numbers count as equal if they differ by at most this many standard errors of the difference."""
 ROUNDING = 2.0**-19
-"""Two numbers also count as equal up to 16 eps of float32, if one sequence has no standard error."""
+"""Relative difference up to which numbers count as equal without a standard error: 16 eps of float32."""
 
 
 class FindingChange(Record):
     """One finding in two audits."""
 
     outcome: Outcome
-    """``worse``: more severe, earlier in the stack, or its number is worse by more than two standard errors
-    over the sequences; ``better``: the opposite; ``changed``: its number differs and neither direction is
-    worse. An outcome describes the finding, not the quality of the model."""
+    """``worse``: the finding is more severe, is earlier in the stack, or has a number that is worse by more
+    than two standard errors over sequences. ``better``: the opposite. ``changed``: the number differs, and
+    neither direction is worse. An outcome describes the finding, not the quality of the model."""
     before: Finding | None = None
     after: Finding | None = None
 
@@ -40,7 +40,7 @@ class FindingChange(Record):
 
     @property
     def numbers(self) -> tuple[str, float, float] | None:
-        """Name, old and new value of the deciding number (`Rule.decided_by`); None if both are missing."""
+        """Name, old and new value of the deciding number (`Rule.decided_by`). None if both are unknown."""
         if self.finding.code not in FINDING_RULES:
             return None
         name = FINDING_RULES[self.finding.code].decided_by
@@ -79,7 +79,7 @@ def _outcome(old: Finding | None, new: Finding, ours: "_Records", theirs: "_Reco
     change = float(SEVERITY_ORDER[old.severity] - SEVERITY_ORDER[new.severity])
     rule = FINDING_RULES.get(new.code)
     if not change and about(new.code) != "model":
-        change = old.evidence.get("blocks", 0) - new.evidence.get("blocks", 0)  # equal if a block is named
+        change = old.evidence.get("blocks", 0) - new.evidence.get("blocks", 0)  # 0 for a matched block
     if not change and rule is not None:
         numbers = [finding.evidence.get(rule.decided_by, math.nan) for finding in (old, new)]
         if rule.worse == "neither":
@@ -92,7 +92,7 @@ def _outcome(old: Finding | None, new: Finding, ours: "_Records", theirs: "_Reco
 
 
 class _Records:
-    """Records of an audit that its findings refer to."""
+    """Records of an audit to which its findings refer."""
 
     def __init__(self, audit: "Audit") -> None:
         self._heads = {head.id: head for head in audit.heads}
@@ -109,7 +109,7 @@ class _Records:
         return finding.code, subjects.get(about(finding.code), where)
 
     def standard_error(self, finding: Finding) -> float:
-        """Return the standard error, over sequences, of the deciding number of a finding; 0 for counts."""
+        """Return the standard error, over sequences, of the deciding number of a finding; 0 if unknown."""
         where, rule = finding.where, FINDING_RULES[finding.code]
         states = [state for state in self._states if state.stack == where.stack]
         row: HeadRecord | StateRecord | None = next(

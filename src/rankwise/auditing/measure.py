@@ -90,13 +90,13 @@ def measure_heads(
 ) -> HeadStatistics:
     """Return statistics of the heads of a mixer call; `sampled` returns the site and head indices to pass.
 
-    With ``names``, tokens of ``batch`` are named.
+    If ``names`` is passed, the most attended tokens of ``batch`` are named.
     """
     statistics = HeadStatistics.empty(site.address(), site.kind, site.cross, heads)
     measured = list(_batches(site, delta, method))
     matrices = site.operator.shape[0]
     windows = matrices // site.sequences if site.sequences and matrices % site.sequences == 0 else 1
-    # A window without tokens has no number of tokens and does not count.
+    # The number of tokens is NaN in a window of padding, which does not count.
     real = ~np.isnan(np.concatenate([sequences.measures["tokens"][:, 0] for sequences in measured]))
     real = real.reshape(-1, windows)
 
@@ -250,7 +250,7 @@ def _exactly(value: Tensor) -> measures.Estimate:
 
 
 def _decomposed(operator: MixingOperator, delta: float) -> tuple[MixingOperator, measures.RankSummary]:
-    """Return the operator, dense if all heads fit in `MATRIX_BYTES`, and its ranks."""
+    """Return the operator and its ranks. The operator is made dense if all matrices fit in `MATRIX_BYTES`."""
     together = MATRIX_BYTES // _matrix_bytes(operator)
     if together >= math.prod(operator.shape[:2]):
         operator, together = operators.DenseMixing(_formed(operator)), operator.shape[1]
@@ -280,7 +280,10 @@ def _formed(operator: MixingOperator) -> Tensor:
 def _memberships(
     site: CapturedMixer, index: slice
 ) -> tuple[Tensor | float, Tensor | float, list[list[list[float]]]]:
-    """Return mean membership and coding rate per head, and memberships of tokens in the first sequence."""
+    """Return mean membership and coding rate per head, and memberships of tokens in the first sequence.
+
+    For mixers without membership, return NaN, NaN and an empty list.
+    """
     operator = site.operator[index]
     if not isinstance(operator, operators.DiagonalMixing):
         return math.nan, math.nan, []
@@ -310,7 +313,11 @@ def _without_tokens(heads: int) -> HeadBatch:
 def measure_states(
     state: CapturedState, before: CapturedState | None, *, ranks: bool = True
 ) -> StateStatistics:
-    """Return statistics of token states. ``before``: states that the block read; ``ranks``: run an SVD."""
+    """Return statistics of token states.
+
+    ``before`` are the states that the block read, or None if unknown. The effective rank, which requires an
+    SVD, is NaN unless ``ranks``.
+    """
     home = float64_device(state.tokens.device)
     tokens, mask = state.tokens.to(home), None if state.mask is None else state.mask.to(home)
     real = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device) if mask is None else mask
@@ -325,7 +332,7 @@ def measure_states(
         values["relative_update"] = measures.relative_update(before.tokens.to(tokens.device), tokens, mask)
     unknown = values["norm"].isnan().cpu()
     statistics = StateStatistics(state.stack, state.name, state.layer, tokens.shape[-1])
-    # a sequence of nothing but padding does not count
+    # a sequence of nothing but padding does not count as non-finite
     statistics.nonfinite_sequences = int((unknown & real.any(-1).cpu()).sum())
     for name in values:
         statistics.measures[name].add(values[name].cpu().masked_fill(unknown, torch.nan)[:, None].numpy())

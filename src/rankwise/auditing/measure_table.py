@@ -24,13 +24,13 @@ class MixerKind(NamedTuple):
     """Properties of all matrices of a kind of operator; the defaults describe state-space mixers."""
 
     rows_are_means: bool = False
-    """True if every row is a mean over tokens, so that the hardmax rank is a reference for its rank."""
+    """True if every row is a mean over tokens, so that reference ranks apply."""
     scale_is_known: bool = False
     """True if entries are shares of a row, so that δ means the same in every layer; False if signed."""
     mixes_tokens: bool = True
     """False if each row weighs only its own token (diagonal): row measures then carry no information."""
     state_space: bool = True
-    """True for mixers with a matrix per channel: thousands of matrices, in groups that are nearly equal."""
+    """True for mixers with a matrix per channel. Audits measure a sample of their thousands of matrices."""
 
 
 _ATTENTION = MixerKind(rows_are_means=True, scale_is_known=True, state_space=False)
@@ -54,7 +54,7 @@ class Range(NamedTuple):
     text: str
     low: float = math.nan
     high: float | Callable[[Any], float] = math.nan
-    """Upper end, or the function that reads it from a record; NaN if there is none."""
+    """Upper end, or a function that returns the upper end for a record; NaN if the range has no upper end."""
     wide: bool = False
     """True if values are usually far below the upper end, so that a color scale ends at the largest value."""
 
@@ -78,7 +78,7 @@ class Measure:
     range: Range
     low: str
     high: str
-    """Meaning of a value at the upper end of the range; ``low``: at the lower end."""
+    """Meaning of a value at the upper end of the range. ``low`` is the meaning at the lower end."""
     function: str = ""
     """Name of the function in `MEASURES`; empty if the field is filled in another way."""
     digits: int
@@ -98,7 +98,7 @@ class Measure:
     share: bool = False
     """True if the value is shown divided by min(T, S)."""
     if_signed: str = ""
-    """Field shown in place of this one for matrices with signed entries, whose scale differs by layer."""
+    """Field shown instead of this measure for matrices with signed entries, whose scale differs by layer."""
     known_only: bool = False
     """True if tables leave the measure out when no record has a value."""
     references: Sequence[str] = ()
@@ -121,18 +121,18 @@ class Measure:
         return not self.of_mixing or mixer_kind(head.kind).mixes_tokens
 
     def value(self, record: Any) -> float:
-        """Return the number to show, divided by min(T, S) if `share` is True; NaN without tokens."""
+        """Return the number to show, as a share of min(T, S) if `share`. A share without tokens is NaN."""
         number: float = getattr(record, self.shown_field(record))
         return share(number, record) if self.share else number
 
     def shown_field(self, record: Any) -> str:
-        """Return the field that `value` reads: `if_signed` for signed entries if it is known, else `name`."""
+        """Return the field that `value` reads: `if_signed` for signed entries if known, otherwise `name`."""
         if not self.if_signed or mixer_kind(record.kind).scale_is_known:
             return self.name
         return self.name if math.isnan(getattr(record, self.if_signed)) else self.if_signed
 
     def formatted(self, record: Any) -> str:
-        """Return `value` as text: with ≈ if it is an estimate, or as an interval if it is only bounded."""
+        """Return `value` as text: with ≈ if estimated, or as an interval if an estimate only bounds it."""
         value = self.value(record)
         estimated = self.name in getattr(record, "stderr", ())
         if estimated and not math.isfinite(value) and self.shown_field(record) == "numerical_rank":
@@ -152,7 +152,7 @@ class Measure:
         return (0.0, 1.0) if self.share else (self.range.low, self._high(record))
 
     def span(self, record: Any) -> float:
-        """Return the largest difference of two values of the field; NaN without an upper end."""
+        """Return the largest possible difference of two values; NaN if the range has no upper end."""
         return self._high(record) - min(self.range.low, 0.0)
 
     def _high(self, record: Any) -> float:
@@ -176,7 +176,7 @@ class StateMeasure(Measure):
 
 
 def share(rank: float, record: Any) -> float:
-    """Return a rank divided by min(T, S); NaN without tokens."""
+    """Return a rank divided by min(T, S), or NaN if there are no tokens."""
     return rank / record.full_rank if record.full_rank > 0 else math.nan
 
 
@@ -259,7 +259,7 @@ class HeadMeasures(Record):
         title="Distance to nearest head", short="Nearest distance",
         formula="minimum over the other heads M' of the site of ‖M − M'‖_F/√(‖M‖_F² + ‖M'‖_F²)",
         range=UNIT._replace(text="[0, 1] for M, M' ≥ 0"), low="a duplicate", high="unlike any", digits=2,
-        cost="O(H² T S)", late=True,  # needs mean distances over all sequences
+        cost="O(H² T S)", late=True,  # the nearest head is found by mean distances over all sequences
         meaning="Distance to the most similar head of the same layer: 0 if both have the same matrix.",
     )] = math.nan
     required_head_dim: Annotated[Number, HeadMeasure(
@@ -338,7 +338,7 @@ class StateMeasures(Record):
     relative_update: Annotated[Number, StateMeasure(
         title="Relative update", formula="min_c ‖Y − cY'‖_F/‖Y‖_F, Y' the state before; NaN for layer 0",
         range=UNIT, low="the block only scales its input", high="nothing of the input is left", digits=3,
-        cost="O(T D)", drawn=False,  # computed from two consecutive states
+        cost="O(T D)", drawn=False,  # no `function`, because two consecutive states are needed
         meaning="How much a block changes its input, apart from scaling: 0 if the block only scales it.",
     )] = math.nan
 # fmt: on
@@ -348,7 +348,7 @@ M = TypeVar("M", bound=Measure)
 
 
 def _rows(of: type[Record], kind: type[M]) -> tuple[M, ...]:
-    """Return the rows of a table, with the names of fields filled in."""
+    """Return the rows of a table, with `name` set to the name of the field."""
     return tuple(
         replace(row, name=name)
         for name, field in of.model_fields.items()

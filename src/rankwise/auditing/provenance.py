@@ -34,7 +34,7 @@ PROBES, STEPS, SEED = 16, 64, 0
 SAME = ("model", "model_class", "revision", "parameters", "delta", "model_dtype", "weights_digest")
 """Fields of `Provenance` that must be equal in audits to be merged."""
 LISTS, SUMS = ("notes", "random_weights"), ("batches", "sequences", "seconds")
-"""Fields of `Provenance` that are joined and added when audits are merged."""
+"""Fields of `Provenance` that are joined (`LISTS`) or added (`SUMS`) when audits are merged."""
 MERGED = (
     "merged audits have no required widths, no removable heads and no measures at initialization, which need "
     "all sequences at once, and no importance unless all of them have it"
@@ -123,7 +123,7 @@ def weights_digest(model: "nn.Module", without: Collection[str] = ()) -> str:
 
 
 class DataDigest:
-    """Digest of the measured batches in order; empty without batches, or if a batch has a sparse tensor."""
+    """Digest of the measured batches; unknown if a batch has no tensor, or a sparse or nested tensor."""
 
     def __init__(self) -> None:
         self._digest = hashlib.sha256()
@@ -147,7 +147,7 @@ class DataDigest:
 
     @property
     def value(self) -> str:
-        """The digest as 16 hexadecimal digits; an empty string if unknown."""
+        """The digest as 16 hexadecimal digits; an empty string if it is unknown."""
         return self._digest.hexdigest()[:DIGITS] if self._known else ""
 
 

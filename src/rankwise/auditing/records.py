@@ -30,8 +30,8 @@ SEVERITIES: dict[Severity, tuple[str, str]] = {
 SEVERITY_ORDER = {severity: order for order, severity in enumerate(SEVERITIES)}
 MaskName = Literal["full", "causal", "window", "other"]
 PEAK_MASS = 0.5
-"""Smallest mean attention weight at which a token is named as the peak: no other token has more weight. If
-each row attends to the previous token, the largest mean weight is only about 1/S."""
+"""Smallest mean attention weight at which a token is named as the peak. No other token can then have more
+weight. If each row attends to its previous token, the largest mean weight is only about 1/S."""
 MAP_SIDE = 128
 """Maximum number of rows and of columns of an attention map."""
 
@@ -78,7 +78,8 @@ class AttentionMap(Record):
     """Map divided by ``largest``: little-endian float16, row by row, compressed by zlib, in base64."""
     row_tokens: str = ""
     column_tokens: str = ""
-    """Key of the column tokens in the audit's ``texts`` (``row_tokens``: row tokens); empty if unknown."""
+    """Key in `Audit.texts` of the tokens of the columns. ``row_tokens`` is the key for the rows. The key of
+    unknown tokens is empty."""
 
     @classmethod
     def of(
@@ -89,7 +90,7 @@ class AttentionMap(Record):
         row_tokens: str = "",
         column_tokens: str = "",
     ) -> "AttentionMap":
-        """Compress a map (rows, columns) of a matrix that has ``tokens`` rows and ``sources`` columns."""
+        """Return the compressed map (rows, columns) of a matrix of ``tokens`` rows, ``sources`` columns."""
         largest = float(np.abs(matrix, where=np.isfinite(matrix), out=np.zeros_like(matrix)).max())
         with np.errstate(over="ignore", invalid="ignore"):
             shares = (matrix / (largest or 1.0)).astype("<f2")
@@ -101,7 +102,10 @@ class AttentionMap(Record):
         )  # fmt: skip
 
     def matrix(self) -> NDArray[np.float32]:
-        """Return the decompressed map (rows, columns), accurate to 3 digits of the largest value."""
+        """Return the decompressed map (rows, columns), accurate to 3 digits of the largest value.
+
+        Raise `ValueError` if ``values`` is damaged.
+        """
         size = 2 * self.rows * self.columns
         try:
             packed = base64.b64decode(self.values, validate=True)
@@ -132,7 +136,7 @@ class MergeData(Record):
     named: Count = 0
     """Number of sequences in which the most attended token has a name."""
     names: dict[str, Count] = Field(default_factory=dict)
-    """Number of sequences by name of the most attended token: the most frequent names."""
+    """Number of sequences by name of the most attended token, for the most frequent names."""
 
 
 class HeadOrigin(Record):
@@ -143,7 +147,7 @@ class HeadOrigin(Record):
     site: str
     """Module that mixes tokens, such as ``encoder.layer.0.attention.self``."""
     layer: Count
-    """Index of the block in its stack, from 0: it reads state ``layer`` and writes state ``layer + 1``."""
+    """Index of the block in its stack, from 0. It reads state ``layer`` and writes state ``layer + 1``."""
     call: Count = 0
     """Index of the call of the module within its layer, from 0."""
     head: Count
@@ -156,7 +160,7 @@ class HeadOrigin(Record):
     nonfinite_sequences: Count = 0
     """Number of sequences whose operator contains NaN or infinity; they are excluded from all means."""
     estimated_sequences: Count = 0
-    """Number of sequences whose ranks were estimated without forming the matrix; the others are exact."""
+    """Number of sequences whose ranks were estimated without forming the matrix."""
     tokens: Size
     """Number of rows T without padding, mean over sequences."""
     sources: Size
@@ -164,7 +168,8 @@ class HeadOrigin(Record):
     full_rank: Size
     """Mean of min(T, S) over sequences; it can be smaller than the minimum of the two means."""
     head_dim: Count | None = None
-    """Head dim K of queries and keys; None if the mixer has none or the model formed the matrix itself."""
+    """Width K of the queries and keys of a head. None if the mixer has no queries and keys, or if the model
+    formed the matrix itself."""
     heads_per_group: Annotated[int, Field(ge=1)] = 1
     """Number of query heads that share the key head."""
 
@@ -208,14 +213,15 @@ class HeadRecord(HeadMeasures, HeadOrigin):
     """Standard error of each estimated measure, mean over sequences; empty if all measures are exact.
     All sequences share the random vectors of the estimate, so errors do not average out."""
     counts: dict[str, Count] = Field(default_factory=dict)
-    """Number of sequences in the mean, for measures that may be undefined although all values are finite."""
+    """Number of sequences in the mean, for measures that are undefined in some sequences."""
     max_token: str = ""
     """Name of the token with the largest mean weight in a row (``max_token_mass``): text, position or both,
-    whichever most sequences share. If the weight is small, rows may attend to others (see `named_peak`)."""
+    whichever most sequences share. Empty if no name is shared by half of the sequences. If the weight is
+    small, rows may attend to other tokens (see `named_peak`)."""
     max_token_sequences: Count = 0
     """Number of sequences in which ``max_token`` names the token with the largest weight."""
     attention_map: AttentionMap | None = None
-    """Attention map of the first sequence; None if it was not requested."""
+    """Attention map of the first sequence; None if no map of this head was kept."""
     spectrum: list[Number] = Field(default_factory=list)
     """At most 64 singular values of the first sequence, evenly spaced by index; empty for estimated ranks."""
     importance: HeadImportance | None = None
@@ -234,7 +240,7 @@ class HeadRecord(HeadMeasures, HeadOrigin):
 
     @property
     def named_peak(self) -> str:
-        """``max_token`` if its mean weight is at least `PEAK_MASS` (one half); an empty string otherwise."""
+        """``max_token`` if the mean weight is at least `PEAK_MASS` (one half), otherwise an empty string."""
         return self.max_token if self.max_token_mass >= PEAK_MASS else ""
 
 
@@ -256,7 +262,7 @@ class StateOrigin(Record):
 
     @property
     def id(self) -> Address:
-        """Address of the block that wrote the states; for the input of the first block, of the stack."""
+        """Address of the block that wrote the states, or of the stack for the input of the first block."""
         return Address(self.stack, self.blocks - 1, self.site) if self.blocks else Address(self.stack)
 
     @property
@@ -271,7 +277,7 @@ class StateRecord(StateMeasures, StateOrigin):
     std: dict[str, Number] = Field(default_factory=dict)
     """Standard deviation over sequences, by name of the measure."""
     counts: dict[str, Count] = Field(default_factory=dict)
-    """Number of sequences in the mean, for measures that may be undefined although all values are finite."""
+    """Number of sequences in the mean, for measures that are undefined in some sequences."""
     at_init: AtInit | None = None
     """Measures of the same states at initialization, on the same data; None if not requested."""
 
@@ -293,23 +299,23 @@ class Remedy(Record):
     """Suggested action in words, with a command and Python code for it; `remedy_text` renders it."""
 
     words: str = ""
-    """Action in words; if there is code, the words before it."""
+    """Action in words, which stand before the code."""
     verb: Literal["", "audit", "compress", "skip"] = ""
-    """Command of ``rankwise`` that does it, for an audit that a command made; empty if no command does."""
+    """Command of ``rankwise`` for the action, shown if a command made the audit. Empty if no command fits."""
     options: list[Annotated[list[str], Field(min_length=1)]] = Field(default_factory=list)
     """Options of the command, in addition to the model and data of the audit: [option, value] or [flag]."""
     out: str = ""
-    """Last part of the name of the folder that the command writes; empty if it writes none."""
+    """Last part of the name of the folder that the command writes; empty if the command writes no folder."""
     code: str = ""
-    """Code that does it, for an audit made in Python. Names: ``rw``, ``model``, ``batches``, ``batch``."""
+    """Python code for the action, with the names ``rw``, ``model``, ``batches`` and ``batch``."""
     saves: Number = math.nan
-    """Share of the model's parameters that it saves; NaN if unknown."""
+    """Share of the model's parameters that the action saves; NaN if unknown."""
     costs: Number = math.nan
-    """Share of the loss by which the loss increases; NaN if unknown."""
+    """Relative increase of the loss after the action; NaN if unknown."""
     condition: str = ""
-    """Condition under which the action is possible; empty if there is none."""
+    """Condition under which the action is possible; empty if the action is always possible."""
     no_action: str = ""
-    """Reason why no action is recommended; empty if it is."""
+    """Reason why no action is recommended; empty if the action is recommended."""
     then: list["Remedy"] = Field(default_factory=list)
     """Further steps, or alternatives, in order."""
 
@@ -326,7 +332,8 @@ class Finding(Record):
     """One sentence that explains the finding."""
     remedy: Remedy | None = None
     heads: list[Count] = Field(default_factory=list)
-    """Indices of all heads of the site that the finding concerns, if several; they include ``where.head``."""
+    """Indices of all heads that a finding about a mixer concerns, ``where.head`` included. Empty for other
+    findings."""
 
     @property
     def place(self) -> str:
@@ -338,7 +345,7 @@ class Finding(Record):
 
 
 class Verdict(Record):
-    """Summary of the findings of an audit: one sentence and suggested actions."""
+    """Summary of an audit or of a plan: one sentence and suggested actions."""
 
     sentence: str
     actions: tuple[str, ...] = ()
@@ -368,9 +375,10 @@ class Provenance(Record):
     random_weights: list[str] = Field(default_factory=list)
     """Names of weights in blocks and embeddings that are not in the checkpoint, and therefore random."""
     file_digests: dict[str, str] = Field(default_factory=dict)
-    """Digests of the local files that an audit among several models read, by option."""
+    """Digests of the local files that the audit read, by option, from which ``--resume`` detects changes.
+    Empty for audits that ``--resume`` cannot keep."""
     seconds: Number = math.nan
-    """Time of all measurements, without loading the model; merged audits add up."""
+    """Duration of all measurements in seconds, without loading the model. Merging adds the durations."""
     created: str = ""
     """Date and time at the end of the audit: UTC, ISO 8601."""
     command: str = ""

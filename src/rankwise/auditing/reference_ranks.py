@@ -1,4 +1,4 @@
-"""Find the mask of each head; compute reference ranks under it: one-hot, random and equal attention."""
+"""Find the mask of each head, and compute reference ranks for it: one-hot, random and equal attention."""
 
 import math
 from collections.abc import Iterator
@@ -26,7 +26,10 @@ class Mask(NamedTuple):
 
 
 class Reach(NamedTuple):
-    """Visible columns of each row of a mask: the first, the last, and their number; number of all columns."""
+    """First and last visible column and number of visible columns (``seen``) of each row of a mask.
+
+    ``sources`` is the number of all columns.
+    """
 
     first: Int64[Tensor, "T"]
     last: Int64[Tensor, "T"]
@@ -37,9 +40,9 @@ class Reach(NamedTuple):
 def reference_ranks(
     operator: MixingOperator, masks: list[list[Mask]], delta: float
 ) -> dict[str, Float64[Tensor, "B H"]]:
-    """Return the ranks of uninformed heads of the same size (T, S) under the same mask, by name of the field.
+    """Return the reference ranks for matrices of this size and mask, by name of the field in records.
 
-    A rank is NaN if it is unknown.
+    An unknown rank is NaN.
     """
     tokens, sources = operator.shape[-2:]
     inner = operator.operator if isinstance(operator, IndexedMixing) else operator
@@ -61,7 +64,7 @@ def one_hot_rank(operator: MixingOperator) -> Float64[Tensor, "*batch"]:
 def _random_and_uniform(
     tokens: int, sources: int, mask: Mask, width: int | None, scale: float | None, delta: float
 ) -> tuple[float, float]:
-    """Return the rank with random queries and keys and the rank of equal weights; NaN if unknown."""
+    """Return the rank for random queries and keys, and for equal weights. An unknown rank is NaN."""
     name = mask.base if mask.name == "window" else mask.name
     square = tokens == sources
     if name not in ("full", "causal") or not (square or (name == "full" and mask.window is None)):

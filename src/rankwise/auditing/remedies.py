@@ -11,7 +11,8 @@ from rankwise._internals.files import folder_name
 from rankwise.auditing.records import Provenance, Remedy
 
 WORTH = 0.05
-"""Smallest share of the parameters whose removal is an action: less is below the noise of a measured time."""
+"""Smallest share of the parameters whose removal is recommended. Removing a smaller share changes the speed
+by less than the noise of time measurements."""
 LINEAR = "queries, keys and values come from nn.Linear layers"
 """Condition of all parts of `rankwise.compress`."""
 COMMANDS: dict[str, tuple[str, ...]] = {
@@ -27,7 +28,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "--device-map": (),
     "--offload-folder": (),
 }  # fmt: skip
-"""Options of `rankwise audit` that select model, data or device, and the other commands that have them."""
+"""Options of `rankwise audit` for model, data or device, each with the other commands that have it."""
 
 WITHOUT_HEAD = Remedy(
     words="see what the model loses without it", verb="audit", options=[["--importance"]], out="importance",
@@ -42,8 +43,8 @@ EXACTLY = Remedy(
 def remedy_text(remedy: Remedy, about: Provenance | None = None) -> str:
     """Return a remedy as text with code in backticks: one line, or a numbered line per step.
 
-    The code is a command with the model, data and device of the audit, if a command made the audit. It is
-    Python code if not, or if the command lacks an option of the audit.
+    If a command made the audit, the code is a command with the same model, data and device. Otherwise, or if
+    the suggested command lacks an option of the audit, the code is Python.
 
     Examples:
         >>> remedy_text(Remedy(words="use float32", verb="audit", code="rw.audit(model.float(), batches)"))
@@ -85,7 +86,7 @@ def in_steps(steps: Sequence[Remedy]) -> Remedy:
 
 
 def unless_done(remedy: Remedy, about: Provenance | None) -> Remedy:
-    """Return a remedy; no action is recommended if it is the audit that was just made."""
+    """Return the remedy. If it repeats the audit that was just made, return a remedy without action."""
     given = [] if about is None else about.arguments
     repeated = [any(words[: len(option)] == option for words in given) for option in remedy.options]
     if remedy.verb != "audit" or not repeated or not all(repeated):
@@ -94,7 +95,7 @@ def unless_done(remedy: Remedy, about: Provenance | None) -> Remedy:
 
 
 def unless_too_little(remedy: Remedy, saved: float) -> Remedy:
-    """Return a remedy; no action is recommended if it saves too little to be noticed."""
+    """Return the remedy, with no action recommended if the share ``saved`` is below `WORTH`."""
     reason = "it saves too little to notice" if saved < WORTH else ""
     return remedy.model_copy(update={"no_action": reason})
 
@@ -121,7 +122,10 @@ def join_compressions(remedies: Sequence[Remedy]) -> Remedy:
 
 
 def removal_remedy(saves: float, costs: float, tolerance: float) -> Remedy:
-    """Return the remedy that removes heads, with the shares of parameters and of the loss."""
+    """Return the remedy that removes heads.
+
+    ``saves`` is the saved share of the parameters. ``costs`` is the relative increase of the loss.
+    """
     words = "choose heads again and remove them"
     remedy = compress_remedy(["heads"], f"{tolerance:g}", words, "heads", saves)
     return unless_too_little(remedy.model_copy(update={"costs": costs}), saves)

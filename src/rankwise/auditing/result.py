@@ -160,8 +160,8 @@ class Audit(SavedRecord):
     def head(self, layer: int, head: int, *, stack: str | None = None, site: str | None = None) -> HeadRecord:
         """Return the record of one head, by the indices of its layer and of the head in the layer, from 0.
 
-        If several heads match, the name of the stack of blocks (such as the encoder) or of the site, the
-        module that mixes tokens, is required. Raise `InputError` if no head matches, or several.
+        If several heads match, pass the name of the stack of blocks (such as the encoder) or of the site (the
+        module that mixes tokens). Raise `InputError` unless exactly one head matches.
 
         Examples:
             >>> import torch, rankwise as rw
@@ -186,7 +186,7 @@ class Audit(SavedRecord):
 
     @property
     def loss(self) -> float:
-        """Loss of the model; NaN if it was not measured, or only how removals change the output."""
+        """Loss of the model. NaN if no loss was measured, as when costs are changes of the output."""
         return math.nan if self.importance is None else self.importance.value or math.nan
 
     @property
@@ -197,8 +197,8 @@ class Audit(SavedRecord):
     def summary(self, width: int = 100, *, verbose: bool = False) -> str:
         """Return the text that the command prints: verdict, actions and a table of layers.
 
-        With ``verbose`` it has all findings and tables, and the origin of the numbers. Lines have at most
-        ``width`` characters.
+        If ``verbose``, the text has all findings, all tables and the origin of the numbers. Lines have at
+        most ``width`` characters.
         """
         report = report_package()
         text: str = report.document_text(report.document_of(self), width, verbose=verbose)
@@ -214,7 +214,7 @@ class Audit(SavedRecord):
     def plot_depth(self, measure: str | None = None) -> "go.Figure":
         """Return a Plotly figure of token states through depth: a curve per stack, ± one standard deviation.
 
-        It shows one measure, such as ``spread``, or by default all measures in the report. Raise
+        The figure shows one measure, such as ``spread``, or by default all measures in the report. Raise
         `InputError` if plotly is not installed, the measure is unknown, or there are no token states.
         """
         return report_package().plot_depth(self, measure)

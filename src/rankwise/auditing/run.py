@@ -38,10 +38,10 @@ from rankwise.tracing.model_checks import sharded_again
 
 
 class AuditError(RankwiseError):
-    """Raised if the model, a batch or a later step fails during an audit.
+    """Raised if the model, a batch, or a step after the batches fails during an audit.
 
-    ``audit`` contains the finished batches, or the finished layers of the first batch; None if nothing was
-    finished.
+    ``audit`` is the audit of the finished batches. If the first batch failed, ``audit`` is the audit of its
+    finished layers. It is None if nothing was finished.
     """
 
     def __init__(self, cause: RankwiseError, audit: Audit | None = None) -> None:
@@ -73,49 +73,51 @@ def audit(
 
     Each batch runs once, without gradients, on the device of the model. The model is not changed: it stays
     in its mode (call ``model.eval()`` first), and its attention backend is not switched. Each mixing matrix
-    is measured when its block has run and then released: memory does not grow with batches or layers.
+    is measured when its block has run and then released, so memory does not grow with batches or layers.
 
-    Cost: one forward pass. Exact ranks need the eigenvalues of a Gram matrix per head and sequence
+    Cost: one forward pass per batch. Exact ranks need the eigenvalues of a Gram matrix per head and sequence
     (T S min(T, S) time, 8 T S bytes). Estimated ranks need 67 passes over the rows (O(T S K) time, O(T + S)
-    memory). With ``importance``, each batch also needs one forward and nine backward passes, and 5 to 30
-    forward passes with sets of heads removed; with ``importance="exact"``, one more per head and block.
+    memory). With ``importance``, each batch needs one more forward pass, nine backward passes, and 5 to 30
+    forward passes with sets of heads removed. "exact" adds a forward pass per head and block.
 
     Args:
         model: any `torch.nn.Module`.
         batches: dicts (``model(**batch)``), tuples (``model(*batch)``) or tensors (``model(batch)``), such as
             a DataLoader. Labels that the model does not accept are left out. Batches are kept in memory only
             if ``importance`` or ``at_init`` runs them again.
-        delta: threshold δ: the numerical rank counts singular values above δ.
+        delta: threshold δ: the numerical rank counts singular values of at least δ.
         texts: strings to use instead of batches; each becomes one sequence, padded on the right.
         tokenizer: tokenizer of ``texts``, such as one of transformers. It also names tokens in findings and
-            attention maps if it has a method ``decode``; without it tokens are shown as ids.
-        tokens: maximum number of tokens per text, or less if the model accepts less.
+            attention maps if it has a method ``decode``. Without this method, tokens are shown as ids.
+        tokens: maximum number of tokens per text. If the model accepts fewer tokens, its limit is used.
         batch_size: texts per batch.
-        rank_method: "exact"; "estimate" (`estimate_spectrum`: with standard errors, and an interval if δ
-            cannot be resolved); or "auto", exact if a float64 matrix takes at most 512 MiB (T = S = 8,192).
+        rank_method: "exact", "estimate" or "auto". Estimates (`estimate_spectrum`) have standard errors, and
+            intervals if they only bound a rank. "auto" is exact for float64 matrices of at most 512 MiB
+            (T = S = 8,192) and estimates the ranks of larger matrices.
         sites: functions that return the mixing matrix (operator) of a module, by name, as in `capture`.
         blocks: names of the residual blocks, as in `capture`.
-        attention_maps: heads that keep maps of the first sequence (`AttentionMap`, at most 128×128,
-            longer sequences averaged block by block): "flagged" (heads with a finding), "all", "3:7,5:0"
-            (layer:head), or pairs. Cost: one product with 128 columns per head, and 43 KiB.
+        attention_maps: heads whose map of the first sequence is kept: "flagged" (heads with a finding),
+            "all", "3:7,5:0" (layer:head), or pairs. A map (`AttentionMap`) has at most 128×128 entries;
+            longer sequences are averaged block by block. Cost per head: a product with 128 columns, 43 KiB.
         importance: measure the loss without each head and block, and which heads can be removed together.
-            True estimates the losses from gradients; "exact" also removes heads one by one;
+            True estimates the losses from gradients. "exact" also removes heads and blocks one by one.
             `rankwise.importance.ImportanceSettings` has more options, such as the loss.
-        loss: also measure the loss of the model, as ``audit.importance.value``: one more forward pass.
+        loss: also measure the loss of the model, as ``audit.importance.value``, by one more forward pass.
         at_init: audit copies of the model at initialization on the same batches, one at a time. True for
-            three seeds, a number of seeds, or a function that builds the model from a seed (if
-            `reinitialized` cannot). Each copy costs one audit and the memory of the model.
+            three seeds, a number of seeds, or a function that builds the model from a seed, for models that
+            `reinitialized` cannot build. Each copy costs one audit and the memory of the model.
         provenance: fields of `Provenance` to record: model, revision, data, command.
-        on_progress: called with the number of finished batches and a name after each measured site.
+        on_progress: function called with the number of finished batches and the name of the module or step.
 
-    After Ctrl-C the audit has all finished measurements: batches, or layers of the first batch; seeds at
-    initialization; and removals of importance. Its ``complete`` is False.
+    After Ctrl-C, the audit contains the finished batches (or layers of the first batch), copies at
+    initialization and removals of heads, and ``complete`` is False. KeyboardInterrupt is raised if nothing
+    was finished.
 
     Raises:
-        AuditError: if the model or a batch fails, or importance or ``at_init`` cannot be measured; its
-            ``audit`` contains the finished measurements.
+        AuditError: if the model or a batch fails, or importance or ``at_init`` cannot be measured. The
+            attribute ``audit`` contains the finished measurements, or is None.
         CaptureError: if no mixing operator is found.
-        InputError: if an option is wrong, or there are no batches or both batches and texts.
+        InputError: if an option is wrong, no batch is passed, or both batches and texts are passed.
         InitializationError: before anything is measured, if ``at_init`` is requested and the model cannot be
             built at initialization.
 
@@ -170,7 +172,7 @@ class Run:
         """Audit all batches; then audit copies at initialization and measure importance, if requested."""
         at_init, importance = self.settings.at_init, self.settings.importance
         if at_init is not None:
-            next(initial_copies(self.model, at_init))  # fails before anything is measured, if it fails
+            next(initial_copies(self.model, at_init))  # a copy that cannot be built fails before measuring
         if at_init is not None or importance is not None:
             batches = list(batches)
         with sharded_again(self.model), fresh_autocast_cache(), ExitStack() as stack:
@@ -253,7 +255,7 @@ class Run:
         self._states.clear()
 
     def _keep_finished(self) -> bool:
-        """Keep finished batches, or finished layers of the first batch; return True if there are any."""
+        """Keep finished batches, or finished layers of the first batch. Return True if a head is kept."""
         self.complete = False
         if not self.batches:
             self._take_batch()
@@ -269,7 +271,7 @@ class Run:
                 if not run.complete:
                     raise KeyboardInterrupt
                 self.copies[seed] = run.statistics
-                del run, model  # release the copy before the next one is built
+                del run, model  # free the memory of the copy before the next copy is built
         except KeyboardInterrupt:
             self.complete = False
             self.notes.append(
@@ -328,7 +330,7 @@ class Run:
         return provenance_of(self.model, measured, {**given, "notes": notes})
 
     def _describe(self, error: Exception) -> RankwiseError:
-        """Return an error that names the batch, describes the exception and suggests a fix."""
+        """Return an error that names the batch and suggests a fix. Return a `RankwiseError` unchanged."""
         model, batch, number = type(self.model).__name__, self._batch, self.batches + 1
         if isinstance(error, RankwiseError):
             return error

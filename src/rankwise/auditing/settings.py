@@ -1,4 +1,4 @@
-"""Settings of an audit, shared by the function, the command and the monitor; checked before a model runs."""
+"""Settings of an audit (function, command or monitor), which are checked before a model runs."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -19,12 +19,15 @@ MapOption = str | Iterable[tuple[int, int]]
 """Heads whose attention maps are kept: "flagged", "all", "3:7,5:0" (layer:head), or pairs (layer, head)."""
 AtInitOption = bool | int | Callable[[int], nn.Module] | AtInitSettings
 Progress = Callable[[int, str], None]
-"""Function called with the number of finished batches and the name of the module measured last."""
+"""Function called with the number of finished batches and the name of the last module or step."""
 
 
 @dataclass(frozen=True)
 class ChosenHeads:
-    """Heads whose attention maps are kept: (layer, head) pairs; without pairs, all heads or flagged heads."""
+    """Heads whose attention maps are kept: pairs (layer, head), or all heads if ``heads`` is empty.
+
+    If ``flagged``, only heads with a finding keep their maps.
+    """
 
     heads: frozenset[tuple[int, int]] = frozenset()
     flagged: bool = False
@@ -32,7 +35,7 @@ class ChosenHeads:
     def includes(self, layer: int, head: int) -> bool:
         """Return True if the map of this head must be recorded.
 
-        With ``flagged`` all are recorded, because findings are known only at the end.
+        If ``flagged``, all maps are recorded, because findings are known only at the end of the audit.
         """
         return not self.heads or (layer, head) in self.heads
 
@@ -100,7 +103,10 @@ def check_callable(name: str, value: Any) -> None:
 
 
 def chosen_heads(option: Any) -> ChosenHeads | None:
-    """Return the heads that keep attention maps, None for no maps; raise `InputError` if malformed."""
+    """Return the heads whose attention maps are kept. Return None if ``option`` is None.
+
+    Raise `InputError` if ``option`` is malformed.
+    """
     if option is None:
         return None
     given = option
@@ -121,7 +127,7 @@ def chosen_heads(option: Any) -> ChosenHeads | None:
 
 
 def at_init_settings(option: Any) -> AtInitSettings | None:
-    """Return the settings of audits at initialization; None if ``option`` is False.
+    """Return the settings of audits at initialization. Return None if ``option`` is False.
 
     Raise `InputError` if the option is wrong.
     """

@@ -41,7 +41,7 @@ SIZES = ("tokens", "sources", "full_rank")
 ERRORS = ("numerical_rank", "scale_free_rank", "effective_rank", "stable_rank", "sigma_max")
 """Measures that have a standard error if they are estimated by random vectors."""
 COUNTS = ("nonfinite_sequences", "estimated_sequences")
-"""Fields that count sequences with NaN or estimated ranks."""
+"""Fields that count sequences: those with NaN or infinity, and those with estimated ranks."""
 STATES = ("tokens", *(row.name for row in STATE_MEASURES))
 AT_INIT = [*(row.name for row in HEAD_MEASURES if not row.late), "nearest_head_distance"]
 """Measures of heads at initialization: measures of the mixing matrix, but not importance."""
@@ -65,12 +65,13 @@ class HeadStatistics:
     """Distances between heads, shape (H, H)."""
     nonfinite_sequences: Floats
     estimated_sequences: Floats
-    """Numbers of sequences with NaN or estimated ranks, (H,) each; a window counts as a fraction."""
+    """Numbers of sequences with estimated ranks, (H,); an image window counts as a fraction of a sequence.
+    ``nonfinite_sequences``: numbers of sequences with NaN or infinity, (H,)."""
     examples: list[HeadExamples]
     head_dim: int | None = None
     heads_per_group: int = 1
     logits: "LogitMoments | None" = None
-    """Second moments of queries and keys; None if these are unknown, as in saved files."""
+    """Second moments of queries and keys; None if unknown, as after loading a file."""
 
     @classmethod
     def empty(cls, mixer: Address, kind: str, cross: bool, heads: list[int]) -> "HeadStatistics":
@@ -127,7 +128,7 @@ class HeadStatistics:
             counts |= {f"stderr of {name}": int(errors[name][0][index]) for name in ERRORS}
             example = self.examples[index]
             peak, peak_sequences = example.peak
-            # a map of a part of the tokens is no grid
+            # a membership map of only a part of the tokens does not fill the grid
             grid = example.grid if len(example.membership) == example.longest else None
             fields: dict[str, Any] = {name: float(mean[index]) for name, (_, mean, _) in numbers.items()}
             record = HeadRecord(
@@ -182,7 +183,7 @@ class HeadStatistics:
         )
 
     def _nearest(self) -> tuple[list[int | None], Floats]:
-        """Return the nearest head of each head by mean distance (None if unknown), and the distance."""
+        """Return the index of the head nearest to each head, and the distance; None and NaN if unknown."""
         distance = self.distances.to_record()[1].copy()
         np.fill_diagonal(distance, np.nan)
         filled = np.where(np.isnan(distance), np.inf, distance)
@@ -285,7 +286,9 @@ class ModelStatistics:
             self.add_states(states)
 
     def head_records(self, fields: Mapping[Address, Mapping[str, Any]] | None = None) -> list[HeadRecord]:
-        """Return the records of all heads in the order of the model, with the given ``fields`` by address.
+        """Return the records of all heads in the order of the model.
+
+        ``fields`` contains values by address of the head, which replace fields of the record.
 
         If each head is a separate module (``heads.0``, ``heads.1``), the records get one site ``heads.*``.
         """
@@ -323,7 +326,7 @@ class AuditStatistics(ModelStatistics):
     """Statistics of the copies at initialization, by random seed."""
 
     def merge_audit(self, other: "AuditStatistics") -> None:
-        """Add a saved audit of other sequences, without its attention maps: `texts` has other tokens."""
+        """Add a saved audit of other sequences, without its attention maps: `texts` lacks their tokens."""
         for example in chain(*(heads.examples for heads in other.heads.values())):
             example.attention_map = None
         self.merge(other)

@@ -48,7 +48,7 @@ def table(
     A measure is followed by its standard deviation over sequences, ``NAME_std``, and by the standard error of
     its estimate, ``NAME_stderr``. Costs of removal are ``importance_*``. Measures at initialization are
     ``at_init_*``, with their standard deviation over seeds, ``at_init_*_seed_std``. Columns of these kinds
-    that no record has are left out, and so are lists, such as spectra and attention maps.
+    that no record has are left out. Lists, such as spectra and attention maps, are left out too.
     """
     one_of("records", kind, get_args(Records))
     before, after = _BEFORE[kind].split(), _AFTER.get(kind, "").split()
@@ -95,7 +95,7 @@ def csv_text(columns: Sequence[str], rows: Sequence[Row]) -> str:
         ['site,rank,share', 'h,0.1,']
     """
     out = io.StringIO()
-    writer = csv.DictWriter(out, columns)  # CRLF line ends (RFC 4180), so csv quotes cells with CR
+    writer = csv.DictWriter(out, columns)  # lines end in CRLF (RFC 4180), so that csv quotes cells with CR
     writer.writeheader()
     writer.writerows({name: "" if value != value else value for name, value in row.items()} for row in rows)
     return out.getvalue()

@@ -17,16 +17,16 @@ MOST_ACTIONS = 3
 MOST_KINDS = 3
 """Maximum number of kinds of findings that the sentence names."""
 OF_STATES, OF_HEADS = ("COLLAPSE", "INACTIVE_BLOCK"), ("CONSTANT",)
-"""Codes that the sentence on a healthy model names as absent, by what was measured."""
+"""Codes about states and about heads that the sentence on a healthy model names as absent."""
 STOPPED = "The audit stopped before the end: some measurements are missing."
 
 
 def verdict_of(audit: "Audit") -> Verdict:
     """Return the sentence and the actions of an audit.
 
-    The sentence names the errors and warnings; if there are none, it names what was looked for. Actions are
-    the remedies of the most severe findings, one per code; with errors, the remedies of errors alone. A
-    remedy with `no_action` is not an action.
+    The sentence names the errors and warnings. Without errors and warnings, it names what was looked for.
+    Actions are the remedies of the most severe findings, one per code. If there are errors, only their
+    remedies are actions. A remedy with `no_action` is not an action.
     """
     kinds = grouped(audit.findings, lambda finding: finding.code)
     named = {
@@ -50,9 +50,10 @@ def verdict_of(audit: "Audit") -> Verdict:
 
 
 def _actions(findings: Sequence[Finding]) -> list[tuple[str, Remedy]]:
-    """Return the first remedy of each code, the conditional ones last, and its place if it has no code.
+    """Return a pair (place, remedy) per finding code, with conditional remedies last.
 
-    All that can be compressed is compressed by one command, because a compressed model cannot be compressed.
+    The place is empty if the remedy has code to run. Remedies that compress the model are joined into one,
+    because a compressed model cannot be compressed again.
     """
     actions: dict[str, tuple[str, Remedy]] = {}
     for finding in findings:
@@ -87,7 +88,7 @@ def _listed(kinds: dict[str, list[Finding]], several: bool) -> str:
 
 
 def _phrase(code: str, findings: Sequence[Finding], several: bool) -> str:
-    """Return what the findings of a code are and where: "constant heads in layers 3 to 9"."""
+    """Return the name and the places of the findings of a code: "constant heads in layers 3 to 9"."""
     rule, where = FINDING_RULES[code], []
     if rule.about in ("model", "modules"):
         return rule.names

@@ -19,7 +19,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 for module in (audit, merge, compare, plan, skip, compress, convert):
-    # Rich keeps line breaks: only examples (indented) should have them, as terminals can be narrow.
+    # Rich keeps line breaks. Lines of paragraphs are joined, because a terminal can be narrow.
     paragraphs = re.sub(r"(?<!\n)\n(?![\n ])", " ", module.HELP)
     name = module.__name__.rpartition(".")[2]
     app.command(name, help=paragraphs, cls=OptionalValues)(module.command)

@@ -168,7 +168,7 @@ def command(
     jobs = jobs_of(job, models or [job.model])
     cluster = dict.fromkeys(() if ray is None else ("device", "device_map", "offload_folder"))
     for model_job in jobs:
-        check_loading(model_job.model, **model_job.loading | cluster)  # a cluster has other devices
+        check_loading(model_job.model, **model_job.loading | cluster)  # a cluster's devices are unknown here
     if gpus is None:
         gpus = float((device or "").startswith("cuda"))
     on_ray = partial(run_on_ray, address=ray or None, cpus=cpus, gpus=gpus)
@@ -181,7 +181,10 @@ def command(
 def parse_importance(
     how: str | None, is_demo: bool, tolerance: float, loss: str, *, only_loss: bool = False
 ) -> "ImportanceSettings | Literal[False]":
-    """Return the settings for importance, or False if it is not measured; the demo's is exact by default."""
+    """Return the settings for importance. Return False if importance is not measured.
+
+    By default, only the demo's importance is measured, and exactly.
+    """
     from rankwise.importance.settings import LOSSES, ImportanceSettings
 
     if how is not None:

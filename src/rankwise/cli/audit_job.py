@@ -134,7 +134,7 @@ class AuditJob:
 
 
 def _digest(path: Path, pattern: str) -> str:
-    """Return the digest of a file, or of a folder's visible files that match a pattern, without audits."""
+    """Return the digest of a file, or of a folder's visible files that match a pattern, except audits."""
     digest = hashlib.sha256()
     for file in [path] if path.is_file() else sorted(path.glob(pattern)):
         name = "" if file == path else file.relative_to(path).as_posix()
@@ -146,7 +146,7 @@ def _digest(path: Path, pattern: str) -> str:
 
 
 def load(job: AuditJob) -> tuple[LoadedModel, LoadedData]:
-    """Load the model of a job with its saved λ-skips, and open the data of its shard."""
+    """Load the model of a job with its saved λ-skips, and the data of the job's shard; return both."""
     whole = load_model(
         job.model, trust_remote_code=job.trust_remote_code, tokenizer=job.tokenizer, **job.loading
     )
@@ -161,10 +161,10 @@ def load(job: AuditJob) -> tuple[LoadedModel, LoadedData]:
 def measure(
     job: AuditJob, say: Say = lambda step: None, provenance: Mapping[str, Any] | None = None
 ) -> tuple[Audit, bool]:
-    """Load a job; return its audit, and True if Ctrl-C stopped the audit or the recommendation of λ.
+    """Return the audit of a job, and True if Ctrl-C stopped the audit or the recommendation of λ.
 
-    An audit of all sequences recommends λ, which runs the model on the first batch again. If that fails, a
-    note of the audit says why. Entries of `provenance` replace those of the job.
+    If all sequences are audited, a λ is recommended, for which the model runs on the first batch again. If
+    the recommendation fails, a note of the audit says why. `provenance` replaces fields of the job.
     """
     model, data = load(job)
     first: list[Any] = []
@@ -191,7 +191,7 @@ def measure(
         on_progress=lambda done, step: say(f"batch {done + 1}: {step}"),
     )  # fmt: skip
     if job.shard != ALL:
-        # repeated lines of a text can give two shards equal data
+        # With repeated lines, two shards can have equal data, which merging would refuse.
         digests = [f"{digest}-{job.shards}" for digest in result.provenance.data_digests]
         return _with_provenance(result, data_digests=digests), not result.complete
     if not result.complete:
@@ -200,7 +200,7 @@ def measure(
         return recommend(result, model.model, first[0], model.loss), False
     except KeyboardInterrupt:
         note, stopped = "skip connections not looked at: interrupted from the keyboard", True
-    except Exception as error:  # it must not lose the audit
+    except Exception as error:  # a failed recommendation must not lose the audit
         reason = str(error) if isinstance(error, RankwiseError | RuntimeError) else repr(error)
         note, stopped = f"no λ is named for COLLAPSE: {reason}", False
         say(note)
@@ -212,9 +212,10 @@ def _with_provenance(result: Audit, **fields: Any) -> Audit:
 
 
 def run_job(job: AuditJob, say: Say = lambda step: None) -> Audit:
-    """Load and run a job; return the complete audit, with digests of the files that the job read.
+    """Run a job. Return the complete audit, with digests of the files that the job read.
 
-    Raise `RankwiseError` for each failure, which Ray can send between processes.
+    Raise `RankwiseError` for each failure, because Ray can send this error between processes. Raise
+    KeyboardInterrupt if Ctrl-C stopped the job.
     """
     try:
         digests = job.file_digests()  # taken before the files are read, so that --resume sees later changes
@@ -231,9 +232,10 @@ def run_job(job: AuditJob, say: Say = lambda step: None) -> Audit:
 
 
 def audit_one(job: AuditJob, out: Path, command: str, *, verbose: bool) -> tuple[Audit, RankwiseError | None]:
-    """Audit one model and write the report; return the audit, and the error if it failed after a batch.
+    """Audit one model, write the report, and return the audit and an error.
 
-    Raise `typer.Exit` after Ctrl-C; the report then contains the finished measurements.
+    The error is None, unless the audit failed after a part of it was finished. After Ctrl-C, the report
+    contains the finished measurements, and `typer.Exit` is raised.
     """
     error = None
     with show_progress() as say:

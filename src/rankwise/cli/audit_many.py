@@ -1,4 +1,4 @@
-"""Audit several models, here or on a Ray cluster; keep finished audits; write new ones and their history."""
+"""Audit several models, in this process or on a Ray cluster, and write the audits and their history."""
 
 import os
 import sys
@@ -55,10 +55,11 @@ def audit_many(
 
     Audits of shards are written to ``OUT/NAME/shard-K-of-N``, and merged into ``OUT/NAME``.
 
-    Return the audits by NAME, and what to raise if a model failed. A failed job is printed, its finished part
-    is written as incomplete, and the other jobs go on. Ctrl-C stops all jobs; the history then contains the
-    finished audits. Audits of other models stay. With `resume`, a job is skipped if any folder in `out` has
-    its finished audit, and a shard is skipped if its folder has.
+    Return the audits by NAME, and the exception to raise if a job failed. If a job fails, its error is
+    printed, its finished part is written as incomplete, and the other jobs go on. If nothing was measured,
+    the first error is raised. After Ctrl-C, the history contains the finished audits, and `typer.Exit` is
+    raised. Audits of other models in `out` are kept. With `resume`, a job is skipped if any folder in `out`
+    has its finished audit. A shard is skipped if its own folder has its finished audit.
     """
     saved = {path.parent.name: audit for path in sorted(out.glob("*/audit.json")) if (audit := _saved(path))}
     names = {job: name for job in jobs if resume and (name := _find(job, saved))}
@@ -78,7 +79,7 @@ def audit_many(
     partial: dict[str, Audit] = {}
     failures: dict[AuditJob, RankwiseError] = {}
     interrupted = False
-    with new_folder(out, shared=True):  # other processes may audit other models into it
+    with new_folder(out, shared=True):  # shared, because other processes may write other models
         try:
             with closing(runner(tasks)) as results:
                 for job, result in _with_merged(results if tasks else (), pending, shards):
@@ -89,7 +90,7 @@ def audit_many(
                     failures[job] = result
                     print(f"rankwise: {names[job]}: {result}", file=sys.stderr)
                     if isinstance(result, AuditError) and result.audit is not None:
-                        cut = result.audit.model_copy(update={"complete": False})  # --resume repeats it
+                        cut = result.audit.model_copy(update={"complete": False})  # so --resume repeats it
                         write_report(cut, out / names[job], brief=True)
                         partial[names[job]] = cut
         except KeyboardInterrupt:
@@ -136,7 +137,7 @@ def _with_merged(
 
 
 def _saved(path: Path) -> Audit | None:
-    """Return a saved audit. Return None if the file is missing; also, after a message, if it is damaged."""
+    """Return a saved audit. Return None if the file is missing, or damaged, which is printed."""
     try:
         return Audit.load(path) if path.exists() else None
     except (InputError, RecordError) as error:
@@ -145,7 +146,7 @@ def _saved(path: Path) -> Audit | None:
 
 
 def _find(job: AuditJob, saved: Mapping[str, Audit]) -> str:
-    """Return the folder of a job's finished audit; otherwise "", after printing why others are repeated."""
+    """Return the folder of a job's finished audit, or "". Print why audits of the model are not kept."""
     digests = job.file_digests()
     for folder, audit in saved.items():
         about = audit.provenance
@@ -164,7 +165,10 @@ def _find(job: AuditJob, saved: Mapping[str, Audit]) -> str:
 
 
 def _new_folders(jobs: Sequence[AuditJob], taken: set[str], out: Path) -> dict[AuditJob, str]:
-    """Return an unused folder name per job: the short names of all models, otherwise the full names."""
+    """Return an unused folder name per job: short names of the models, or full names if short names clash.
+
+    Raise `InputError` if full names clash too.
+    """
     names = [f"{job.model}@{job.revision}" if job.revision else job.model for job in jobs]
     lower = {folder.lower() for folder in taken}  # file systems may ignore case
     for tried in ([Path(name).name for name in names], names):
@@ -190,11 +194,11 @@ def run_on_ray(
 ) -> Results:
     """Run jobs as Ray tasks with reserved CPUs and GPUs, and yield each result as soon as it is finished.
 
-    Without an address, Ray uses RAY_ADDRESS, a running cluster, or a new cluster on this machine (also if the
-    address is ``local``). Ray repeats a task if its worker or machine died, but not if the audit failed.
+    Without an address, Ray uses RAY_ADDRESS, a running cluster, or a new cluster on this machine. The address
+    ``local`` starts a new cluster. Ray repeats a task if its worker or machine died, not if the audit failed.
     """
     ray: Any = need_package("ray", "--ray", "ray")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray sends statistics over the network
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # by default, Ray sends statistics over the network
     os.environ.setdefault("RAY_task_oom_retries", "3")  # the default repeats tasks forever
     try:
         ray.init(address=address, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
@@ -215,7 +219,7 @@ def run_on_ray(
 
 
 def _results(ray: Any, task: Any, jobs: Sequence[AuditJob]) -> Results:
-    """Yield results as tasks finish; if the cluster is lost, yield its error for each remaining job."""
+    """Yield results as tasks finish. If the cluster is lost, yield an error for each remaining job."""
     left = list(jobs)
     try:
         waiting = {task.remote(job): job for job in jobs}

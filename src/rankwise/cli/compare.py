@@ -69,10 +69,10 @@ def command(
 
 
 def _load(given: list[Path]) -> list[tuple[Path, "Audit"]]:
-    """Return audits with their paths; a folder without an audit stands for the audits in its subfolders.
+    """Return pairs (path, audit). A folder without an audit stands for the audits in its subfolders.
 
-    These are sorted by steps, otherwise by time. Incomplete audits among them, of runs that failed, are left
-    out with a message.
+    Audits in subfolders are sorted by step, or by time if names contain no steps. Incomplete audits in
+    subfolders are left out with a message. Raise `InputError` if fewer than two audits remain.
     """
     from rankwise.auditing import Audit, sort_by_step
     from rankwise.cli.output import is_of_audit

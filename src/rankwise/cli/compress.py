@@ -140,7 +140,7 @@ def command(
 
 
 def _target(option: str, values: list[str] | None) -> float | dict[str, float] | None:
-    """Return the number of an option, or a dict of its numbers per part; None if the option is not used."""
+    """Return the number of an option, or a dict of numbers per part. Return None if the option is unused."""
     numbers: dict[str, float] = {}
     for value in values or ():
         name, named, number = value.rpartition("=")
@@ -183,7 +183,7 @@ def _copy_side_files(source: str, revision: str, folder: Path) -> list[str]:
                 shutil.copyfile(file, folder / name)
 
     for kind in (AutoTokenizer, AutoImageProcessor):
-        with suppress(Exception):  # a model has at most one of the two
+        with suppress(Exception):  # a model may lack the tokenizer or the image processor
             kind.from_pretrained(source, revision=revision).save_pretrained(folder)
     for name in SENTENCE_FILES:
         copy(name)
@@ -193,7 +193,7 @@ def _copy_side_files(source: str, revision: str, folder: Path) -> list[str]:
     names = [str(module.get("path", "")) for module in json.loads(modules.read_text(encoding="utf-8"))]
     inside = [name for name in names if name and Path(name).parts == (Path(name).name,) and name != ".."]
     for name in inside:
-        (folder / name).mkdir(exist_ok=True)  # modules without files, such as normalization, have a folder
+        (folder / name).mkdir(exist_ok=True)  # modules without files, such as normalization, need a folder
         for file in MODULE_FILES:
             copy(f"{name}/{file}")
     return inside

@@ -22,7 +22,7 @@ from rankwise.errors import InputError, did_you_mean, first_line, need_package, 
 READERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 """Endings of data files, and the reader of `datasets` for each ending."""
 TOKENIZER_FILE = re.compile(r"tok|vocab|merges|spiece|sentencepiece|spm|bpe|tekken|dict")
-"""Names of files that tokenizers of transformers read contain one of these words."""
+"""Words in names of tokenizer files: each file that a tokenizer of transformers reads has one of them."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,10 @@ def load_data(
     batch_size: int = 4,
     shard: Shard = ALL,
 ) -> LoadedData:
-    """Return batches for a model: of a text, of images, of a data set, or those that a factory returned."""
+    """Return batches of a text, of images or of a data set, or the batches that a factory returned.
+
+    Raise `InputError` if the model cannot read the data.
+    """
     reads = loaded.input_name
     fix = "Pass --text FILE to a language model, --images DIR to a vision model, or return batches."
     if text is None and images is None and dataset is None:
@@ -176,7 +179,7 @@ def _read_pipe(path: str | Path) -> bytes:
 
 
 class DatasetSpec(NamedTuple):
-    """Parts of a data set's name; if the split is empty, the first of validation, test and train is used."""
+    """Parts of a data set's name. Without a split, the first of validation, test and train is used."""
 
     name: str
     config: str = ""
@@ -195,7 +198,7 @@ def parse_dataset(spec: str) -> DatasetSpec:
     """
     if spec and Path(spec).exists():
         return DatasetSpec(spec)
-    name, *rest = re.split(r":(?![^\[]*\])", spec)  # not the colon in test[:100]
+    name, *rest = re.split(r":(?![^\[]*\])", spec)  # except colons in brackets, as in test[:100]
     if len(rest) > 2 or not name:
         got = f"{len(rest) + 1} parts" if name else "no name"
         fix = "For instance: --dataset stanfordnlp/imdb:test:text"
@@ -209,7 +212,7 @@ def parse_dataset(spec: str) -> DatasetSpec:
 
 
 def dataset_texts(spec: str, *, rows: int = 4096) -> list[str]:
-    """Return at most `rows` texts of a data set, evenly spaced over its rows; missing texts are empty.
+    """Return at most `rows` texts of a data set, evenly spaced over its rows. A missing text is empty.
 
     The data set is a name on the Hugging Face Hub, a folder that `datasets` reads or has written, or a file.
     """

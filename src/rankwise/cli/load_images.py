@@ -1,6 +1,6 @@
 """Load images as batches for a vision model, with the Pillow image processors of transformers.
 
-Rankwise uses Pillow also where transformers prefers torchvision, so that pixels do not depend on packages.
+Rankwise uses Pillow even if transformers prefers torchvision: pixels must not depend on installed packages.
 """
 
 from collections.abc import Callable, Iterator
@@ -43,7 +43,10 @@ def read_images(
 
 
 def find_images(folder: str | Path) -> list[Path]:
-    """Return the visible images in a folder at any depth, sorted by path; for a file, return the file."""
+    """Return the visible images in a folder at any depth, sorted by path. For a file, return the file.
+
+    Raise `InputError` if there are no images.
+    """
     need_package("PIL", "images", "images")
     folder = Path(folder)
     if folder.is_file():
@@ -139,7 +142,7 @@ def load_image_processor(
 
 
 def plain_processor(settings: dict[str, Any], channels: int = 3) -> ImageProcessor:
-    """Return CLIP's image processor with settings of a `preprocessor_config.json`; defaults are ViT's."""
+    """Return CLIP's image processor with settings of a `preprocessor_config.json`. Defaults are ViT's."""
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
     size = settings.get("size", 224)
@@ -154,7 +157,7 @@ def plain_processor(settings: dict[str, Any], channels: int = 3) -> ImageProcess
     return CLIPImageProcessorPil(
         size=size,
         do_center_crop=settings.get("do_center_crop", "crop_size" in settings),
-        do_convert_rgb=False,  # `open_image` has already converted
+        do_convert_rgb=False,  # `open_image` has already converted colors
         image_mean=(settings.get("image_mean") or [0.5] * 3)[:channels],
         image_std=(settings.get("image_std") or [0.5] * 3)[:channels],
         resample=settings.get("resample", 2),  # bilinear, the default of transformers

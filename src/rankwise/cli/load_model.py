@@ -68,7 +68,7 @@ class LoadedModel:
     random_blocks: list[str] = field(default_factory=list)
     """Names in ``random_weights`` that belong to blocks or embeddings."""
     is_part: bool = False
-    """True if the model is a part of the named model, which no option of a command selects."""
+    """True if the model is a part of the named model. No command selects a part: remedies are Python code."""
     use_cache: bool | None = None
     """Value of ``use_cache`` in the checkpoint; `load_model` turns the cache off."""
 
@@ -84,7 +84,7 @@ class LoadedModel:
             config.use_cache = self.use_cache
 
     def part_for(self, kind: Literal["text", "vision"]) -> "LoadedModel":
-        """Return the part that reads texts or images of a model that needs both, such as CLIP."""
+        """Return the text or vision part of a model such as CLIP. Return any other model unchanged."""
         name = f"{kind}_model"
         if not self.source or not all(hasattr(self.model, tower) for tower in ("text_model", "vision_model")):
             return self
@@ -145,7 +145,10 @@ def check_loading(
     spec: str, revision: str | None, dtype: str, device: str | None, device_map: str | None,
     offload_folder: Path | None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return arguments of `from_pretrained` for several devices; raise `InputError` for wrong options."""
+    """Return the arguments of `from_pretrained` for a device map, or an empty dict without a device map.
+
+    Raise `InputError` if an option is wrong.
+    """
     check_device(device or "cpu")
     one_of("--dtype", dtype, ["auto", *DTYPES])
     kind = "factory" if split_factory(spec)[0] else "folder" if Path(spec).exists() else ""
@@ -235,7 +238,7 @@ def _from_transformers(
 def _missing_in_blocks(
     subject: str, model: nn.Module, missing: Sequence[str], extra: Iterable[str]
 ) -> list[str]:
-    """Return the weights of blocks and embeddings that a checkpoint lacks; print a warning if there are any.
+    """Return the weights of blocks and embeddings that a checkpoint lacks. Print a warning if there are any.
 
     The output layer of a language model counts as an embedding. A new classifier causes no warning.
 
@@ -262,7 +265,7 @@ def _missing_in_blocks(
 
 
 def check_device(name: str, option: str = "--device") -> torch.device:
-    """Return a device if torch finds it, without allocating memory on it; raise `InputError` otherwise."""
+    """Return a device, without allocating memory on it. Raise `InputError` if torch does not find it."""
     available = ["cpu"]
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None:

@@ -53,11 +53,11 @@ class OptionalValues(TyperCommand):
     """Command whose options in `BARE` can be passed without a value."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Add the omitted values of such options, then parse the arguments."""
+        """Parse the arguments, after adding default values to options in `BARE` without a value."""
         return super().parse_args(ctx, add_bare_values(args))
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command; errors of the library name the options of the command, not its arguments."""
+        """Run the command. In errors of the library, replace names of parameters by options."""
         try:
             return super().invoke(ctx)
         except RankwiseError as error:

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from rankwise.report.document import Document
 
 _new: list[Path] = []
-"""Folders that did not exist before the running command, from the innermost."""
+"""Folders that did not exist before the running command, innermost first."""
 
 
 @contextmanager
 def new_folder(folder: Path, *, shared: bool = False) -> Iterator[None]:
-    """Create a folder, for one command alone unless `shared`; if it fails, remove folders that stay empty."""
+    """Create a folder, locked unless `shared`. If the command fails, remove new folders that stay empty."""
     _new[:] = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         writable_folder(folder)
@@ -39,14 +39,14 @@ def new_folder(folder: Path, *, shared: bool = False) -> Iterator[None]:
 
 
 def remove_empty_folders() -> None:
-    """Remove the folders that the running command created, from the innermost to the first that has files."""
+    """Remove the folders that the running command created, innermost first, up to a folder with files."""
     with suppress(OSError):
         for path in _new:
             path.rmdir()
 
 
 def is_of_audit(file: Path) -> bool:
-    """Return True if `write_report` wrote a file, or if the file belongs to the page of several audits."""
+    """Return True if a file belongs to an audit or is the page or table of several audits."""
     if (file.parent / "audit.json").exists():
         return file.name in ("audit.json", "index.html", "heads.csv", "states.csv")
     return file.name in ("index.html", "history.csv") and any(file.parent.glob("*/audit.json"))
@@ -66,7 +66,7 @@ def check_no_audit(out: Path, *, several: bool | None = None) -> None:
 
 
 def exit_if_found(audits: "Iterable[Audit]", codes: Iterable[str], error: Exception | None = None) -> None:
-    """Exit with status `FOUND` if an audit has a finding of these codes; otherwise raise the error."""
+    """Exit with status `FOUND` if an audit has a finding of these codes. Otherwise raise any ``error``."""
     failing = sorted({finding.code for audit in audits for finding in audit.findings} & set(codes))
     if failing:
         if isinstance(error, RankwiseError):
@@ -121,7 +121,7 @@ def print_results(
 
 
 def keep_finished(record: Path, complete: bool) -> Path:
-    """Return the folder for a new record: a subfolder if the new record is incomplete and the old is not."""
+    """Return the folder for a new record: a subfolder if an incomplete one would replace a complete one."""
     with suppress(OSError, ValueError, AttributeError):  # the old record may be damaged
         if not complete and parse_json(record.read_text("utf-8")).get("complete", True):
             folder = record.parent / "incomplete"
@@ -131,7 +131,7 @@ def keep_finished(record: Path, complete: bool) -> Path:
 
 
 def write_report(audit: "Audit", folder: Path, *, brief: bool = False, verbose: bool = False) -> None:
-    """Write an audit, its page and its tables; print the report, or a single line if `brief`.
+    """Write an audit, its page and its tables. Print the report, or a single line if `brief`.
 
     Raises:
         InputError: if the folder cannot be written. The audit is then in the temporary folder.

@@ -1,4 +1,4 @@
-"""Command `rankwise plan`."""
+"""Command `rankwise plan`: plan the query/key width of heads before training."""
 
 import math
 import platform
@@ -105,7 +105,7 @@ def command(
 
 
 def with_trained_widths(plan: "HeadDimPlan", loaded: "LoadedModel", data: "LoadedData") -> "HeadDimPlan":
-    """Return the plan with the widths that an audit of a trained model measures; incomplete after Ctrl-C."""
+    """Return the plan with the widths that an audit of a trained model measures, incomplete after Ctrl-C."""
     from rankwise.auditing import audit
     from rankwise.plan import TrainedWidth
 

@@ -150,7 +150,7 @@ def command(
         output.print_results(skip_document(scales | report.get("scales", {}), report, notes))
         if out is not None:
             output.print_results(None, [("wrote", path) for path in _write(loaded, inputs, out, report)])
-        if out is not None and not loaded.source:  # weights of a factory's model are not written
+        if out is not None and not loaded.source:  # say how to load λ-skips without a saved model
             code = f"import rankwise as rw; rw.skips.load_skips(model, {str(out)!r}, example=batch)"
             line = f"{code}   # model and batch as {model} makes them"
             output.print_results(None, [("load", line)])
@@ -158,7 +158,7 @@ def command(
         raise typer.Exit(INTERRUPTED)
     if not certify:
         return
-    if out is not None and not skips_of(loaded.model):  # saving the model removed them
+    if out is not None and not skips_of(loaded.model):  # saving the model removed its λ-skips
         load_skips(loaded.model, out)
     certificate = certify_skip(loaded.model, held[0], keep_spread)
     choices = [choose_lambda(loaded.model, held[0], stack) for stack in report["collapse"][0]]
@@ -173,7 +173,7 @@ def _try(
     load: Callable[[str], "LoadedModel"], models: list[str], inputs: "LoadedData", init: float | None,
     *, steps: int, lr: float, **loss: Any,
 ) -> None:  # fmt: skip
-    """Train the first model with each λ, and the other models as they are; print the losses."""
+    """Train the first model with each λ, and the other models unchanged. Print the losses."""
     from rankwise.cli.output import print_results, show_progress
     from rankwise.report.skip_report import trial_document
     from rankwise.skips import try_lambdas
@@ -195,7 +195,10 @@ def _try(
 def split_batches(
     inputs: "LoadedData", loaded: "LoadedModel", learn: bool, batch_size: int
 ) -> tuple[list[Any], list[Any]]:
-    """Return batches to learn from, and batches to measure on (every fifth sequence if λ is fitted)."""
+    """Return batches to learn from and batches to measure on.
+
+    If `learn`, every fifth sequence is for measuring. Otherwise all are, and the first list is empty.
+    """
     import torch
 
     from rankwise._internals.batches import drop_unused_labels, to_device
@@ -226,9 +229,10 @@ def split_batches(
 def _add_skips(
     loaded: "LoadedModel", init: float | None, sites: list[str] | None, example: Any
 ) -> tuple["Skips", dict[str, list[float]]]:
-    """Return the λ-skips, of which those at `sites` (by default all) receive gradients, and λ of each site.
+    """Return the λ-skips of the model, and λ of each site before and after it is set to `init`.
 
-    λ is a mean over channels, before and after it is set to `init`; without a λ-skip it was 1.
+    Only λ-skips at `sites` (by default all) are set and receive gradients. A λ per channel is averaged over
+    channels. At a site without a λ-skip, λ was 1.
     """
     from rankwise.skips import add_lambda_skip, skips_of
     from rankwise.skips.add import match_places
@@ -262,12 +266,12 @@ def _write(loaded: "LoadedModel", inputs: "LoadedData", out: Path, report: dict[
             model.save_pretrained(new)
             inputs.tokenizer.save_pretrained(new)
             for name in ("README.md", RECORD) if structure_of(model).changes else ():
-                with suppress(FileNotFoundError):  # a compressed model may be saved without them
+                with suppress(FileNotFoundError):  # a compressed model may lack these files
                     shutil.copyfile(Path(loaded.source, name), new / name)
 
     written = write_files(out, write, "skips")
-    older = {out / name for name in CERTIFICATE}  # they are for other λ
-    if loaded.source:  # transformers would read these in place of new shards
+    older = {out / name for name in CERTIFICATE}  # earlier certificates hold for other λ
+    if loaded.source:  # transformers would read old weight files instead of new
         older |= {*out.glob("model.safetensors*"), *out.glob("model-*-of-*.safetensors")}
     for path in older.difference(written):
         path.unlink(missing_ok=True)

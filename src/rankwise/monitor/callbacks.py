@@ -14,7 +14,7 @@ LIGHTNING = ("lightning.pytorch", "pytorch_lightning")
 
 
 def trainer_callback(monitor: RankMonitor, trainer: "Trainer") -> "TrainerCallback":
-    """Return a callback of a transformers Trainer that audits after steps, logs numbers and can stop."""
+    """Return a callback of a transformers Trainer that audits, logs numbers and can stop training."""
     from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
     def step(state: Any, control: Any, model: Any) -> None:
@@ -54,7 +54,10 @@ def trainer_callback(monitor: RankMonitor, trainer: "Trainer") -> "TrainerCallba
 
 
 def lightning_callback(monitor: RankMonitor) -> Any:
-    """Return a Lightning callback that audits after batches, logs numbers and can stop training."""
+    """Return a Lightning callback that audits after batches, logs numbers and can stop training.
+
+    Raise `InputError` if Lightning is not installed.
+    """
     package = next((name for name in LIGHTNING if find_spec(name.split(".")[0])), None)
     if package is None:
         raise InputError(
@@ -66,7 +69,7 @@ def lightning_callback(monitor: RankMonitor) -> Any:
     base: Any = import_module(package).Callback
 
     class RankCallback(base):
-        def __reduce__(self) -> Any:  # processes that Lightning spawns get a copy
+        def __reduce__(self) -> Any:  # Lightning pickles the callback for processes that it spawns
             return lightning_callback, (monitor,)
 
         def on_train_start(self, trainer: Any, module: Any) -> None:

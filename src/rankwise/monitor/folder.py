@@ -1,4 +1,4 @@
-"""Write the audits of a training run to a folder; a full disk logs a warning and training continues."""
+"""Write the audits of a training run to a folder. A full disk causes a warning and training continues."""
 
 import logging
 import re
@@ -21,13 +21,13 @@ class AuditFolder:
         self.folder, self._warned = folder, False
 
     def begin(self, step: int, *, resume: bool, writes: bool) -> History:
-        """Check the folder before training; return the history of saved audits before `step`.
+        """Check the folder before training. If `resume`, return the saved audits before `step`, else none.
 
         Only the writing process creates the folder, refuses audits of another run and deletes old audits.
 
         Args:
             step: first step of the run, or first step after the checkpoint.
-            resume: True if the audits in the folder belong to this run; audits from `step` on are removed,
+            resume: True if the audits in the folder belong to this run. Audits from `step` on are removed,
                 because training repeats these steps.
             writes: True in the process that writes files.
 
@@ -63,7 +63,7 @@ class AuditFolder:
         }
 
     def write(self, step: int, audit: Audit) -> str:
-        """Write an audit; return an empty string, or the cause if it failed. Log the first failure."""
+        """Write an audit. Return an empty string, or the cause of a failure. Log only the first failure."""
         cause = _why_not_written(lambda: audit.save(self.folder / f"step-{step}" / "audit.json"))
         if cause and not self._warned:
             self._warned = True
@@ -77,7 +77,7 @@ class AuditFolder:
         return cause
 
     def finish(self, history: History) -> Path | None:
-        """Write all audits and an HTML page; return the path of the page, or None with a logged warning."""
+        """Write all audits and an HTML page, and return its path. If writing fails, warn and return None."""
         if cause := _why_not_written(lambda: history.save(self.folder)):
             logger.warning(
                 "the history could not be written to %s: %s. Free space and call `finish` again, or write it "

@@ -40,10 +40,10 @@ if TYPE_CHECKING:
 EVERY = 500
 """Default number of steps between audits, which then take less than 1 % of the demo's training time."""
 STOP_SPREAD, STOP_AUDITS = 0.0002, 3
-"""COLLAPSE stops a training if the least token spread of a stack is below this value in so many audits in a
-row after step 0: the rule that stopped no kept run that learned (docs/evidence/collapse-rule.md)."""
+"""COLLAPSE stops training if the least token spread of a stack is below `STOP_SPREAD` in `STOP_AUDITS` audits
+in a row after step 0. The rule stopped no recorded run that learned (docs/evidence/collapse-rule.md)."""
 RECOMMEND = "rw.skips.recommend(monitor.history.audits[-1], model, monitor.batches[0])"
-"""Code of the remedy of COLLAPSE, with the names of a training."""
+"""Code of the remedy of COLLAPSE, with variables that exist during training."""
 LOGGED: Mapping[str, tuple[str, ...]] = {
     "heads": ("effective_rank", "stable_rank", "first_token_mass"),
     "states": ("spread", "mean_cosine", "effective_rank"),
@@ -59,30 +59,31 @@ class RankMonitor:
     An audit runs in evaluation mode without gradients. Torch's random state, buffers and attributes of the
     model and weights that layers merge for evaluation are restored, so training is bit-identical with and
     without a monitor. Other state that a model changes in evaluation mode is not restored: a private
-    `torch.Generator`, random numbers of NumPy and Python, and the content of objects but lists and dicts.
+    `torch.Generator`, random numbers of NumPy and Python, and the content of objects except lists and dicts.
 
     Use one monitor per training run. New findings are logged once as warnings (logger
     ``rankwise.monitor``). With ``torch.distributed`` every process audits, as sharded models require. The
     first process writes and logs; with ``stop_on``, it decides for all processes whether to stop.
 
-    A monitor ends no training except by ``stop_on``: after the first call of `step`, an error is logged and
-    the audit left out; if memory runs out, at the first call too. If training goes back to a lower step, as
-    `auto_find_batch_size` does, the next audit follows when training has passed the last audit.
+    Errors after the first call of `step` do not end training: they are logged, and the audit is left out.
+    At the first call, this holds only if memory runs out. If training goes back to a lower step, as
+    `auto_find_batch_size` does, the next audit waits until training has passed the last audit.
 
     Cost: one audit of the probe per `every` steps, with a copy of the buffers and of the weights of layers
     that override ``train``. `seconds` is the total time of audits.
 
     Args:
         probe: a batch or a list of batches: dicts, tuples or tensors, as in `rankwise.audit`.
-        every: number of steps between audits, or more if steps do not count by one; step 0 is also audited.
-        stop_on: codes of findings that stop training; COLLAPSE stops it if three audits in a row, after
-            step 0, have a token spread below 0.0002 in one stack, because many runs recover from less. The
-            rule was fitted at ten audits per run in float32; bfloat16 keeps a spread of about 0.003.
+        every: number of steps between audits, or more if `step` skips numbers. Step 0 is also audited.
+        stop_on: codes of findings that stop training. COLLAPSE stops training only if three audits in a row
+            after step 0 have a token spread below 0.0002 in one stack, because many runs recover from a
+            milder collapse. The rule was fitted at ten audits per run in float32. In bfloat16, the spread
+            stays at about 0.003, so COLLAPSE does not stop training.
         folder: folder for audits, as ``step-N/audit.json``; `finish` adds `history` and an HTML page. If
-            None, nothing is written. Audits of another training run in the folder raise at the first step.
-            If the disk is full later, one warning is logged and training continues.
+            None, nothing is written. The first call of `step` raises `InputError` if the folder has audits of
+            another training run. If the disk is full later, one warning is logged and training continues.
         resume: True if training resumes from a checkpoint with the same folder. Audits before the first step
-            are read into `history`; later audits are removed, because training repeats their steps.
+            are read into `history`. Later audits are removed, because training repeats their steps.
         log: function called with `logged_numbers` and the step of each audit, such as ``wandb.log``.
         on_finding: function called with the step and each new finding.
         **options: options of `rankwise.audit`, such as ``delta``, ``rank_method``, ``sites``, ``blocks``.
@@ -119,7 +120,7 @@ class RankMonitor:
         self.folder = None if folder is None else Path(folder)
         self.history = History()
         self.stopped_by: Finding | None = None
-        """First finding that stopped training, or None. To continue training, set it to None."""
+        """Finding that stopped training, or None. Set this attribute to None to continue training."""
         self.seconds = 0.0
         """Total time of audits, in seconds."""
         check_callable("log", log)
@@ -136,10 +137,12 @@ class RankMonitor:
         """True after the warning that training goes back."""
 
     def step(self, model: nn.Module, step: int) -> Audit | None:
-        """Audit the probe and return the audit, if one is due; call this after every training step, from 0.
+        """Audit the probe and return the audit. Call this method after every training step, from step 0.
+
+        Return None if no audit is due or the audit failed.
 
         Raises:
-            AuditError: at the first call, if the model cannot run on the probe, but has the memory for it.
+            AuditError: at the first call, if the model fails on the probe, except for lack of memory.
             CaptureError: at the first call, if no mixer of the model can be captured.
             InputError: if the step is not a whole number. At the first call, if the folder cannot be used or
                 a batch of the probe has no tokens.
@@ -175,7 +178,7 @@ class RankMonitor:
         return result
 
     def _audit(self, model: nn.Module) -> Audit:
-        """Return the audit of the probe; the model and the random state are as before."""
+        """Return the audit of the probe. The model and the random state are restored."""
         began = time.perf_counter()
         # `eval_mode` comes last, because entering it merges weights that must be copied before.
         with (
@@ -198,7 +201,7 @@ class RankMonitor:
         return [change.finding for change in changes if change.outcome == "new"]
 
     def _decide(self, result: Audit | None, device: torch.device) -> bool:
-        """Return True if training stops now; a process whose audit failed takes part in the decision."""
+        """Return True if training stops now. ``result`` is None in a process whose audit failed."""
         findings = [] if result is None else result.findings
         stopping = next((finding for finding in findings if self._ends_training(finding)), None)
         if self.stop_on:
@@ -208,7 +211,7 @@ class RankMonitor:
         return stops_now
 
     def _ends_training(self, finding: Finding) -> bool:
-        """Return True for a code of `stop_on`; for COLLAPSE, if the last audits after step 0 agree."""
+        """Return True if the code is in `stop_on` and, for COLLAPSE, the rule of `STOP_SPREAD` applies."""
         if finding.code != "COLLAPSE" or finding.code not in self.stop_on:
             return finding.code in self.stop_on
         recent = [audit for step, audit in self.history if step > 0][-STOP_AUDITS:]
@@ -238,7 +241,7 @@ class RankMonitor:
         return lightning_callback(self)
 
     def finish(self) -> Path | None:
-        """Write history and HTML page; return the page's path, None if nothing was written."""
+        """Write the history and an HTML page, and return its path. Return None if nothing was written."""
         if self._audit_folder is None or not len(self.history) or not _is_first_process():
             return None
         return self._audit_folder.finish(self.history)
@@ -364,7 +367,7 @@ def _checked_probe(probe: Any) -> list[Batch]:
 
 
 def _step_number(step: Any) -> int:
-    """Return a step (int, NumPy integer or tensor) as an int; raise InputError if negative or no integer."""
+    """Return a step (int, NumPy integer or tensor) as an int. Raise `InputError` if it is no whole number."""
     fix = "Count the steps: `for step, batch in enumerate(loader)`."
     with suppress(TypeError):
         step = operator.index(step)
@@ -380,7 +383,7 @@ def _is_first_process() -> bool:
 
 
 def _broadcast_from_first(stopping: Finding | None, device: torch.device) -> Finding | None:
-    """Return the decision of the first process, in every process: if only some stop, the others hang."""
+    """Return the decision of the first process in every process, because all processes must stop together."""
     decision = [stopping]
     if _several_processes():
         torch.distributed.broadcast_object_list(decision, src=0, device=device)

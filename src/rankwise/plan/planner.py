@@ -13,7 +13,7 @@ from rankwise.theory import rank_barrier
 from rankwise.theory.barrier import MASKS
 
 DENSE_WIDTHS = tuple(range(1, 257))
-"""Query/key widths to try without rotary positions: together they cost as much as the widest."""
+"""Query/key widths to try without rotary positions. All of them cost as much as the widest alone."""
 SPARSE_WIDTHS = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Query/key widths to try with rotary positions, where each width has its own cost."""
 MAX_TOKENS = 131_072
@@ -44,18 +44,18 @@ def plan_head_dim(
     Formula: the least K such that (r(2K') − r(K'))/K' < least_gain for all K' ≥ K. r(K) is the mean of
     rank(M)/T over draws of Wq and Wk with independent Gaussian entries. rank(M) is the number of different
     winners (tokens with the largest score of a row).
-    Range of ``head_dim``: the widths tried, 1 to 256. ``saturated`` is False if rank/T still grows there.
+    Range of ``head_dim``: the widths tried, 1 to 256. ``saturated`` is False if rank/T still grows at 256.
     Cost: O(trials·T²·K_max); about 0.5 s per trial at T = 2,048, K_max = 256 on one core. With rotary
-    positions, each width takes such a time.
+    positions, each width takes about this time.
     Source: "On the Limitation and Redundancy of Transformers: A Rank Perspective": "check the saturation
-    situation of attention ranks before training". The paper states a gain of about 0.01, but no step of
-    the width. This project chose a step of one unit, averaged over a doubling of the width.
+    situation of attention ranks before training". The paper states a gain of about 0.01, but not per
+    which step of the width. This project chose the gain per channel, averaged over a doubling of the width.
 
     Args:
         tokens: number of tokens T per sequence.
         mask: "full" or "causal".
         positions: "none" or "rope" (rotary; even widths only).
-        heads: number of heads of the present model, for the costs; K* does not depend on it.
+        heads: number of heads of the present model, for the costs; K* does not depend on this number.
         kv_heads: number of key heads of the present model; `heads` by default.
         head_dim: query/key width of the present model; hidden_size / heads by default.
         hidden_size: model width D, for the costs.
@@ -133,7 +133,7 @@ def check_arguments(
 def present_head_dim(
     positions: str, heads: int | None, kv_heads: int | None, head_dim: int | None, hidden_size: int | None
 ) -> int | None:
-    """Return the query/key width of the present model, or None if no size is given.
+    """Return the query/key width of the present model. Return None if no size is given.
 
     Raises:
         ShapeError: if the sizes do not fit together.
@@ -166,7 +166,7 @@ def gains(
 ) -> Float[np.ndarray, "*batch J"]:
     """Return (r(2K) − r(K))/K, the mean gain of r = rank/T per unit of width, for each width K ≤ widest/2.
 
-    The widths are ascending, and for each returned width they contain its double.
+    ``head_dims`` must be ascending and contain 2K for each of these widths K.
 
     Examples:
         >>> gains((1, 2, 4), np.array([0.1, 0.2, 0.3])).round(3).tolist()
@@ -181,7 +181,7 @@ def gains(
 def saturation_index(
     head_dims: Sequence[int], rank_shares: Float[np.ndarray, "*batch W"], least_gain: float
 ) -> Int[np.ndarray, "*batch"]:
-    """Return the index of K* in `head_dims`; −1 if rank/T still grows at the widest width.
+    """Return the index of K* in `head_dims`, or −1 if rank/T still grows at the widest width.
 
     K* is the width after the last large gain, not the first width with a small gain: for long sequences,
     rank/T starts flat and rises later.

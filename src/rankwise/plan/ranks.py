@@ -12,8 +12,8 @@ from rankwise._internals.rotary import ROPE_BASE, apply_rope, rope_angles
 
 POSITIONS = ("none", "rope")
 BLOCK = 32_767
-"""Number of scores computed at once: they fit in a core's cache, and torch does not split them over threads,
-which wait for each other on a busy machine."""
+"""Number of scores computed at once. They fit in a core's cache, and are too few for torch to use several
+threads, which would wait for each other on a busy machine."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class RandomHead:
     seed: int = 0
 
     def trial(self, head_dims: Sequence[int], trial: int) -> Float[np.ndarray, " W"]:
-        """Return rank/T for each query/key width (ascending); the same trial number returns the same ranks.
+        """Return rank/T for each query/key width (ascending). A trial number always returns the same ranks.
 
         Without rotary positions, a narrower head uses the first columns of the widest head, so that
         differences between widths are less noisy. With rotary positions, each width draws its own weights.
@@ -44,7 +44,7 @@ class RandomHead:
         return np.array(ranks) / self.tokens
 
     def _draw(self, head_dim: int, trial: int) -> Float[Tensor, "2 T K"]:
-        """Draw queries and keys: orthonormal rows times Gaussian weights are Gaussian, whatever D is."""
+        """Draw queries and keys. Orthonormal tokens times Gaussian weights are Gaussian for any D."""
         stream = np.random.SeedSequence((self.seed, trial, 2)).generate_state(1)
         generator = torch.Generator().manual_seed(int(stream[0]))
         return torch.randn(2, self.tokens, head_dim, generator=generator, dtype=torch.float32)

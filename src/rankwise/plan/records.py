@@ -14,7 +14,7 @@ class HeadDimCost(Record):
     head_dim: int
     """Query/key width K."""
     rank_share: Number
-    """Mean rank/T of a head with random weights, interpolated between widths tried; NaN outside of them."""
+    """Mean rank/T of a head with random weights, interpolated between widths tried. NaN beyond these."""
     parameters: int
     """Number of parameters of W_q and W_k, without biases."""
     cache_bytes: int
@@ -51,7 +51,7 @@ class HeadDimPlan(SavedRecord):
     one_hot_rank: Number
     """Expected rank (not divided by T) of one-hot rows at random: `rankwise.theory.rank_barrier`."""
     head_dim: int
-    """K*: from this width on, gains stay below `least_gain`; the widest width tried if not `saturated`."""
+    """K*: from this width on, gains stay below `least_gain`. If not `saturated`, the widest width tried."""
     interval: tuple[int, int]
     """95 % bootstrap interval of K*, by resampling the trials."""
     saturated: bool
