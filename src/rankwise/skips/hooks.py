@@ -12,7 +12,7 @@ from rankwise._internals.torch_private import in_backward
 from rankwise.errors import SkipError
 
 Key = int | str | None
-"""Key of an item in a module's output: an index or a name; None for the output itself."""
+"""Key of an item in a module's output: an index or a name. None means the output itself."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Argument:
 
     @no_type_check  # torch.compile traces this method, and all functions below
     def read(self, args, kwargs):
-        """Return the argument of a call; None if the call does not have it."""
+        """Return the argument of a call. Return None if the call does not have this argument."""
         if self.name is not None and self.name in kwargs:
             return kwargs[self.name]
         return args[self.position] if self.position is not None and self.position < len(args) else None
@@ -36,7 +36,7 @@ class HeldTensor:
 
     residual: Tensor | None = None
     open: bool = False
-    """True while the module that computes the sum runs; a state that is read outside is not added."""
+    """True while the module that computes the sum runs. Only states read in this time are added."""
 
 
 class ThreadSlot(threading.local):
@@ -56,7 +56,7 @@ def recomputing():
 
 
 class SkipHook:
-    """Base class of all hooks of λ-skips, by which they are recognized."""
+    """Base class of all hooks of λ-skips, so that code can find these hooks among others."""
 
 
 @dataclass(eq=False)
@@ -69,12 +69,12 @@ class AddResidual(SkipHook):
 
     @no_type_check
     def __call__(self, module, args, kwargs, output):
-        """Return the corrected output; None if no x was read, because the module is used elsewhere."""
+        """Return the corrected output. Return None if no x was read, because the module is used elsewhere."""
         slot = self.held.slot
         if not slot.open and not recomputing():
             return None
         residual, slot.residual = slot.residual, None
-        if residual is None and not slot.open:  # not filled again when recomputed
+        if residual is None and not slot.open:  # the recomputation has not read x
             subject = f"gradient checkpointing of {type(module).__name__}"
             expected = "a checkpoint around the whole block, which reads the residual again"
             fix = "Checkpoint the block in place of the mixer."
@@ -140,7 +140,7 @@ def items(output: Any) -> Iterator[tuple[Key, Any]]:
 
 @no_type_check
 def picked(output, key):
-    """Return one item of an output: a tensor itself, otherwise the item of this key; None means the first."""
+    """Return an output that is a tensor, or its item with a key. The key None means the first item."""
     return output if isinstance(output, Tensor) else output[0 if key is None else key]
 
 
