@@ -1,4 +1,4 @@
-"""Costs and savings: measure the original and the compressed model on the same data."""
+"""Measure costs and savings: compare the original and the compressed model on the same data."""
 
 import math
 import time
@@ -50,8 +50,8 @@ def evaluate(
 ) -> dict[str, Any]:
     """Return the measured fields of a `Compression`, for the original and the changed model.
 
-    The changes must be applied before the call, and they stay applied. `old` is the snapshot of the original.
-    It is made before the work, so that no work is lost if a measurement fails.
+    The changes must be applied before the call, and they stay applied. `old` is the snapshot of the original,
+    made before the work, so that no work is lost if a measurement fails.
     """
     on_step("comparing outputs")
     batches = [to_device(batch, device_of(model)) for batch in batches]
@@ -122,7 +122,7 @@ def log_probabilities(model: nn.Module, batch: Any) -> Float64[Tensor, "N V"] | 
 
 
 def output_kl(pairs: Iterable[tuple[Tensor | None, Tensor | None]]) -> float:
-    """Return mean KL(p‖p′) over tokens in nats, from pairs (log p, log p′). NaN if a pair lacks logits."""
+    """Return mean KL(p‖p′) over tokens in nats from pairs (log p, log p′). Return NaN if a pair has None."""
     total, tokens = 0.0, 0
     for before, after in pairs:
         if before is None or after is None:
@@ -154,10 +154,7 @@ def cache_bytes(model: nn.Module, batch: Any) -> int:
 
 
 def measure_loss(model: nn.Module, batches: list[Any]) -> float:
-    """Return the mean loss of labels or next tokens, as in `rankwise.importance`.
-
-    Return NaN if the data have nothing to predict.
-    """
+    """Return the mean loss of labels or next tokens. Return NaN if the data have nothing to predict."""
     try:
         loss = model_loss(model, batches)
     except InputError:  # an encoder-decoder without labels and decoder ids has nothing to predict

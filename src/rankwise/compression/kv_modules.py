@@ -222,7 +222,7 @@ class LatentCache(DynamicLayer):
             self.lazy_initialization(key_states, value_states)
         batch, _, tokens, _ = key_states.shape
         new = self.state.latent
-        if new is None:  # another model runs with the cache of this one
+        if new is None:  # another model runs and uses the cache of this model
             raise CompressionError(
                 "the cache",
                 expected="a cache that this model filled",

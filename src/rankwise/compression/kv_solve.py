@@ -206,7 +206,7 @@ def ranks_for_keep(
     if `keep` is too small for rank 1.
     """
     full = size * sum(layer.full for layer in layers)
-    positions = sum(4 for layer in layers if layer.rotary)  # 4 bytes: int32
+    positions = sum(4 for layer in layers if layer.rotary)  # an int32 position has 4 bytes
     count = int((keep * full - positions) // size)
     if count < len(layers):
         least = (positions + size * len(layers)) / full

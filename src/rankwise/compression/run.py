@@ -66,7 +66,7 @@ def compress(
     - ``kv`` computes a decoder's keys and values from a latent (one short vector per token and layer), which
       its cache stores in their place. After ``width`` the latent replaces the narrow keys.
 
-    Each part is tried on the model before the work begins. Layers on which it does not work are skipped and
+    Each part is tried on the model before the work begins. Layers for which the trial fails are skipped and
     reported.
     Cost: two passes over `batches`, whose queries and keys stay in memory; 32 softmaxes per head of
     16 sequences; with `calibrate`, three softmaxes per step.
@@ -255,7 +255,7 @@ def _record(
     seed: int,
 ) -> Compression:
     every = list(solutions.values())
-    left = every[0].key_heads  # filled by `heads`, which comes first
+    left = every[0].key_heads  # the part `heads` comes first; other parts have no key heads
     heads = [head for solution in every for head in solution.heads]
     heads = [
         head.model_copy(update={"head": left[head.site][head.head]})
@@ -274,7 +274,7 @@ def _record(
     notes = [note for solution in every for note in solution.notes]
     for name, solution in solutions.items():
         cost = solution.cost
-        if len(solutions) == 1 and name != "heads":  # one part: measured costs are its costs
+        if len(solutions) == 1 and name != "heads":  # then all measured costs are due to this part
             cost = measured["output_kl"] if name == "kv" else mean(costs.values())
         notes += _part_notes(name, targets[name][1], solution, measured_on, cost)
     return Compression(
@@ -303,7 +303,7 @@ def _part_notes(
     notes = [] if any(removed) else [f"{part}: nothing was removed. Lower `keep` or raise the tolerance."]
     attention = mean(head.kl_calibrated for head in heads) if part != "heads" else 0.0
     costs = {"the calibration data": max(attention, sum(latent.output_kl for latent in latents))}
-    costs[measured_on] = max(costs.get(measured_on, 0.0), measured)  # 0 if NaN
+    costs[measured_on] = max(costs.get(measured_on, 0.0), measured)  # NaN does not replace a number
     return notes + [
         f"{part}: the cost on {data} is {cost:.3g}, above the tolerance {tolerance:g}."
         for data, cost in costs.items()

@@ -1,4 +1,4 @@
-"""Save and load compressed models; the import of this module lets ``from_pretrained`` load them.
+"""Save and load compressed models. After import of this module, ``from_pretrained`` loads them, too.
 
 The structure of a compressed model is data: records that suffice to build the empty model before its weights
 are loaded. In transformers, a configuration can name a class that prepares the empty model, as for quantized
@@ -162,7 +162,7 @@ def _expected_weights(model: PreTrainedModel, structure: Structure) -> dict[str,
     with torch.device("meta"), preserve_random_state(model), initialization.meta_device_safe_creation_ops():
         try:
             new = type(model)(copy.deepcopy(model.config))
-        except TypeError:  # needs arguments that only `load_compressed` gets, which checks the weights, too
+        except TypeError:  # the class needs arguments that only `load_compressed` gets
             return state
         with rebuilt(new, structure):
             names = set(new.state_dict())
@@ -295,10 +295,7 @@ def _known_class(name: str) -> Any:
 
 
 def loading_line(model: nn.Module, folder: str, source: str) -> str:
-    """Return the line of Python that loads a compressed model.
-
-    `source` says how a module that is not from transformers was built.
-    """
+    """Return the line of Python that loads a compressed model. `source` says how the original was built."""
     quoted, kind = json.dumps(folder, ensure_ascii=False), type(model)
     if not isinstance(model, PreTrainedModel):
         return f"model = rankwise.load_compressed({quoted}, model)   # model: new, as built by {source}"

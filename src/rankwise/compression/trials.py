@@ -70,7 +70,7 @@ class Solution:
 
 
 class NoLayersError(CompressionError):
-    """A part of `compress` can change no layer of a model."""
+    """Raised if a part of `compress` can change no layer of a model."""
 
 
 def find_part(name: str, model: nn.Module, batch: Any) -> Found[Any]:
@@ -136,7 +136,7 @@ def main_output(model: nn.Module, batch: Any) -> Tensor:
 
 
 def output_and_mask(model: nn.Module, batch: Any) -> tuple[Tensor, Bool[Tensor, "B *T"]]:
-    """Return the output of `main_output`, and the mask of its real tokens."""
+    """Return the tensor that `main_output` returns, and the mask of its real tokens."""
     with torch.no_grad():
         out = run_model(model, batch)
     tensor = next((x for x in tensors_in(out) if x.is_floating_point() and x.dim() > 0), None)

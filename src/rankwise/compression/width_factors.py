@@ -45,7 +45,7 @@ def divergence(
     """
     seen = matrix > 0
     mean = (matrix * change).sum(-1, keepdim=True)
-    away = (change - mean).masked_fill(~seen, -torch.inf)  # the mean is subtracted against cancellation
+    away = (change - mean).masked_fill(~seen, -torch.inf)  # minus the mean, to avoid cancellation
     top = away.amax(-1, keepdim=True).clamp(min=0)
     whole = (matrix * (away - top).exp()).sum(-1)
     kl = whole.clamp(min=torch.finfo(matrix.dtype).tiny).log() + top.squeeze(-1)
@@ -305,7 +305,7 @@ def calibrate(layer: QueryKeyStatistics, start: Factors, job: Job) -> Factors:
     mask = torch.zeros(len(start.key), 1, layer.projections.width, dtype=torch.float32)
     for head, channels in enumerate(start.kept):
         mask[head, 0, channels] = 1
-    wide = layer.projections.width if rotated else max(map(len, start.kept))  # fewer zeros to compute
+    wide = layer.projections.width if rotated else max(map(len, start.kept))  # omit columns of zeros
     kept_k = mask[..., :wide].to(device)
     kept_q = kept_k.repeat_interleave(groups, 0)
     # contiguous, because products of matrices in another memory layout round differently

@@ -23,7 +23,7 @@ from rankwise.tracing.projections import Projection, QueryKeyProjections, observ
 
 
 def find(model: nn.Module, batch: Any) -> tuple[list[QueryKeyProjections], dict[str, str]]:
-    """Return the layers that work in any basis of queries and keys, and why each other layer is left out."""
+    """Return the layers that allow any basis of queries and keys, and why each other layer is left out."""
     return keep_passing(
         model,
         batch,
@@ -219,6 +219,6 @@ def check_statistics(layers: list[QueryKeyStatistics]) -> None:
 
 
 def first_samples(samples: list[Sample], count: int) -> list[Sample]:
-    """Return the first samples with at least `count` sequences together; all samples if there are fewer."""
+    """Return the first samples that together have `count` sequences, or all samples if these have fewer."""
     before = accumulate((sample.query.shape[0] for sample in samples), initial=0)
     return [sample for sample, earlier in zip(samples, before, strict=False) if earlier < count]

@@ -53,7 +53,7 @@ def solve(job: Job) -> Solution:
     """Return the change to narrow queries and keys: choose widths, then calibrate and measure the factors.
 
     Curves are measured on the first sequences. If the cost on all calibration data exceeds the tolerance,
-    curves are measured again on all data. If the cost still exceeds it, widths aim at a lower tolerance.
+    curves are measured again on all data. If the cost is still too high, widths aim at a lower tolerance.
     """
     found, skipped = job.found
     collected = collect_statistics(job.model, found, job.batches, job.on_step)

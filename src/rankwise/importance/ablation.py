@@ -165,8 +165,8 @@ def ablation_cost(
     Cost: two forward passes per batch, and one more of the first batch.
 
     Arguments are as in `measure_importance`. Use other batches to check the choice of heads. ``heads`` are
-    addresses, as in the removable set. Raise `InputError` if the model has no such head, or as in
-    `measure_importance`.
+    addresses, as in the removable set. Raise `InputError` if the model lacks one of the heads, or in the
+    cases of `measure_importance`.
 
     Examples:
         >>> import torch

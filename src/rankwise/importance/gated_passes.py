@@ -245,7 +245,7 @@ class GatedPasses:
             mixers[site.call_id] = site.address(), site.operator.shape[-3]
 
         try:
-            with torch.set_grad_enabled(gradients):  # on, even inside torch.no_grad
+            with torch.set_grad_enabled(gradients):  # overrides torch.no_grad around the call
                 output = self._run(batch, gates, note)
                 for key, mixer in mixers.items():
                     gate = gates.of_heads.get(key)
@@ -374,6 +374,6 @@ class GatedPasses:
 def _by_sequence(gradient: Tensor, finite: Tensor) -> Floats:
     """Return gradients (B, gates) of sequences with a finite loss. Return one row without a batch axis."""
     rows = as_float64(gradient.detach()).reshape(len(gradient), -1)
-    if rows.shape[0] % len(finite) == 0:  # sum over windows: adjacent rows of a sequence
+    if rows.shape[0] % len(finite) == 0:  # add up windows, which are adjacent rows
         return rows.unflatten(0, (len(finite), -1)).sum(1)[finite.to(rows.device)].cpu().numpy()
     return rows.sum(0, keepdim=True).cpu().numpy()

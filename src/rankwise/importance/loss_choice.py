@@ -85,7 +85,7 @@ def choose_loss(
 
 
 def _fitting_loss(model: nn.Module, batch: LossBatch, output: Any, settings: ImportanceSettings) -> Loss:
-    """Return the loss that the settings name; for ``auto``, the loss that fits model, batch and output.
+    """Return the loss that the settings name. For ``auto``, return the loss that fits the output.
 
     ``auto`` chooses the first loss that fits: next tokens of causal and encoder-decoder language models;
     labels of the batch; masked tokens of masked language models, if the mask token is known; the model's own
@@ -150,7 +150,7 @@ def _fitting(
     decodes = config_value(model, "is_encoder_decoder")
     generates = any(name.endswith(CAUSAL_CLASSES) for name in names) or (callable(ask) and bool(ask()))
     logits = named_tensor(output, "logits")
-    if logits is None and (generates or labels is not None):  # in a tuple, or another field
+    if logits is None and (generates or labels is not None):  # `output` is a tuple or has other names
         if returned is output:
             return "own"
         logits = first_floating(output)
@@ -210,7 +210,7 @@ def class_counts(config: Any) -> set[int]:
 
 def _of_places(labels: Tensor, output: Any) -> bool:
     """Return True if labels are one integer per position of the logits, with at least two classes."""
-    shape = logits_of(output).shape  # 4 axes: multiple choice, with the model's own loss
+    shape = logits_of(output).shape  # 4 axes are multiple choice, which has the model's own loss
     fits = labels.shape == shape[:-1] and len(shape) < 4
     return fits and not labels.is_floating_point() and shape[-1] > 1
 

@@ -70,9 +70,9 @@ def first_floating(output: Any) -> Tensor:
 def results_of(output: Any) -> dict[str, list[Tensor]]:
     """Return the floating-point tensors (B, …) that are the result of a model, by the name of their field.
 
-    These are the fields with "logits" in their names. Without such fields, it is ``last_hidden_state``.
-    Without this field, these are all fields that do not match `AUXILIARY`, or the first field if all match. A
-    tuple counts as one field: its first item with such tensors. A field may hold a tuple of tensors.
+    The result is the fields with "logits" in their names. Without such fields, it is ``last_hidden_state``.
+    Without that, it is all fields that do not match `AUXILIARY`, or the first field if all match. A tuple
+    counts as one field: its first item with such tensors. A field may hold a tuple of tensors.
     """
     fields = output if isinstance(output, Mapping) else getattr(output, "__dict__", {})
     if isinstance(output, Tensor | tuple | list) or not fields:
@@ -97,7 +97,7 @@ def _floating(output: Any) -> list[Tensor]:
 
 
 def real_tokens(batch: Batch, shape: Sequence[int], decoder: bool = False) -> Bool[Tensor, "B *T"]:
-    """Return the mask of real tokens in a batch. It is all True if the batch has no mask of this shape.
+    """Return the mask of real tokens in a batch. All tokens are real if the batch has no mask of the shape.
 
     With ``decoder`` the decoder's mask is used, because the encoder's mask does not apply to its outputs.
     """
@@ -108,7 +108,7 @@ def real_tokens(batch: Batch, shape: Sequence[int], decoder: bool = False) -> Bo
 
 
 def token_ids(batch: Batch, name: str = "input_ids") -> Tensor | None:
-    """Return token ids (B, T): `name` of a dict, or the first integer matrix of a tuple. None if absent."""
+    """Return token ids (B, T): `name` of a dict or first integer matrix of a tuple. Return None if absent."""
     tensors = tensors_of(batch)
     if name in tensors:
         return tensors[name]
@@ -119,7 +119,7 @@ def token_ids(batch: Batch, name: str = "input_ids") -> Tensor | None:
 
 
 def real_outputs(output: Any, batch: Batch, values: Tensor) -> Bool[Tensor, "B *T"]:
-    """Return the mask (B, T) of real tokens in values (B, T, …) of an output. For (B, C), it is all True."""
+    """Return the mask of real tokens in values (B, T, …) of an output. All values (B, C) count as real."""
     named = output if isinstance(output, Mapping) else getattr(output, "__dict__", {})
     decoded = isinstance(batch, Mapping) and any(str(name).startswith("decoder_") for name in batch)
     decoder = decoded or named.get("encoder_last_hidden_state") is not None
@@ -185,16 +185,16 @@ class Loss(ABC):
         """Return the loss of each sequence, differentiable by the output."""
 
     def __call__(self, model: nn.Module, batch: Batch, number: int = 0) -> Tensor:
-        """Return the mean loss per label of a batch. It is differentiable, and the model keeps its mode.
+        """Return the differentiable mean loss per label of a batch. The model stays in its present mode.
 
-        ``number`` is the index of the batch: masked tokens are drawn with the seed plus this number. This
-        does not work for losses that compare outputs.
+        ``number`` is the index of the batch: masked tokens are drawn with the seed plus this number. Losses
+        that compare outputs cannot be called.
         """
         losses = self.read(*self._run(model, batch, number, seed=None))
         return losses.total.sum() / losses.count.sum()
 
     def mean(self, model: nn.Module, batches: Iterable[Batch]) -> float:
-        """Return the mean loss per label in evaluation mode, without gradients. NaN without any labels."""
+        """Return the mean loss per label, in evaluation mode without gradients. NaN if no label counts."""
         total = count = 0.0
         with eval_mode(model), torch.no_grad():
             for number, batch in enumerate(batches):
@@ -209,10 +209,10 @@ class Loss(ABC):
         return run_model(model, to_device(prepared.batch, device_of(model)), seed=seed), prepared
 
     def probe(self, output: Any, batch: LossBatch, generator: torch.Generator) -> Float[Tensor, " B"]:
-        """Return a random projection of the output per sequence. It is used only if `half` is above 0.
+        """Return a random projection of the output per sequence. Losses with `half` 0 do not need this.
 
-        The expected value of its squared gradient, times `half`, is the Gauss–Newton estimate of the change
-        of the sequence's loss.
+        The expected squared gradient of the projection, times `half`, is the Gauss–Newton estimate of the
+        change of the sequence's loss.
         """
         raise NotImplementedError
 

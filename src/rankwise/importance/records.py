@@ -1,4 +1,4 @@
-"""Records of the importance of heads and blocks, as audits save and merge them, without torch."""
+"""Records of importance, as audits save and merge them. This module does not import torch."""
 
 import math
 from collections.abc import Iterable
@@ -75,7 +75,7 @@ class RemovableSet(Record):
 
 
 class ImportanceRecord(Record):
-    """How importance was measured: loss, settings and numbers of runs; blocks and removable heads."""
+    """Record of how importance was measured, with the importance of blocks and the removable heads."""
 
     loss: str
     unit: str
@@ -97,7 +97,7 @@ class ImportanceRecord(Record):
     removable: RemovableSet | None = None
     forward: Count = 0
     backward: Count = 0
-    """Number of backward passes of one batch; `forward` is the number of forward passes of one batch."""
+    """Number of backward passes, each of one batch. `forward` is the number of forward passes."""
     notes: list[str] = Field(default_factory=list)
 
     @property

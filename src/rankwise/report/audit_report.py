@@ -125,10 +125,7 @@ def _setting(audit: Audit) -> str:
 
 
 def _layers_in_words(audit: Audit, grids: Sequence[Grid]) -> list[Table]:
-    """Return the table of the first screen: one row per layer, and one column per measured quantity.
-
-    Return an empty list if nothing was measured.
-    """
+    """Return the table of the first screen, if there is data: a row per layer, a column per quantity."""
     spread = {(state.stack, state.blocks): state.spread for state in audit.states}
     rows: dict[str, dict[str, str]] = {}
     for grid in grids:
@@ -355,7 +352,7 @@ def _cost(importance: ImportanceRecord, cost: float) -> str:
 
 
 def _head_costs(audit: Audit) -> dict[str, Any] | None:
-    """Return the exact and the estimated cost of removing each head. None if no cost was measured."""
+    """Return the exact and the estimated cost of removing each head. Return None without measured costs."""
     importance = audit.importance
     if importance is None or not any(head.importance for head in audit.heads):
         return None

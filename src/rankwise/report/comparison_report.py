@@ -259,7 +259,7 @@ def _changes(changes: Sequence[Change]) -> Table:
 
 
 def history_document(history: History, links: Mapping[str, str] | None = None, failed: str = "") -> Document:
-    """Return the report on a history: curves, audits, changes of findings. The verdict begins by `failed`."""
+    """Return the report on a history: curves, audits, changes of findings. `failed` starts the verdict."""
     names = [model_name(name) for name in history.names]
     between = f", {names[0]} to {names[-1]}" if len(names) > 1 else ""
     numbered = "The audits are numbered, as their names contain no steps. " if history.counted else ""

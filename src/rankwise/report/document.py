@@ -27,7 +27,7 @@ class Cell:
     link: str = ""
     strong: bool = False
     number: int | None = None
-    """Index of the finding that the cell stands for, by which scripts of the page find it."""
+    """Index of the finding that the cell stands for. Scripts of the page find the cell by this index."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Item:
     link: str = ""
     """Id of the page element that shows the place. Empty if there is no link."""
     number: int | None = None
-    """Index of the finding in the audit, by which scripts of the page find it."""
+    """Index of the finding in the audit. Scripts of the page find the item by this index."""
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ def count(number: int, singular: str, many: str = "") -> str:
 
 
 def round_for_page(value: float) -> float | None:
-    """Return a number rounded to the 6 significant digits that pages store. None if it is not finite.
+    """Return a number with the 6 significant digits that pages store. Return None if it is not finite.
 
     Examples:
         >>> round_for_page(1 / 3), round_for_page(math.inf)

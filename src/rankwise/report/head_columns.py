@@ -211,7 +211,7 @@ def color_limits(measure: Measure, records: Sequence[Any]) -> tuple[float, float
 
 
 def outer_fence(values: Sequence[float]) -> float:
-    """Return Tukey's outer fence Q3 + 3 (Q3 − Q1) of the quartiles. Infinity for fewer than four values.
+    """Return Tukey's outer fence Q3 + 3 (Q3 − Q1) of the quartiles, or infinity for fewer than four values.
 
     Examples:
         >>> outer_fence([1.0, 2.0, 3.0, 4.0, 100.0])

@@ -55,7 +55,7 @@ def document_of(result: Any) -> Document:
 def write_page(document: Document, path: Path) -> Path:
     """Write a document as one HTML file, and return the path. In a folder, the file is `index.html`.
 
-    The file contains its scripts, styles and data; its security policy forbids loading anything else.
+    The file contains its scripts, styles and data. Its security policy forbids loading anything else.
     Example: `document_text` makes a document.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Build the reports on λ-skips, skip connections λx + f(x) around a mixer f, and on their certificates."""
+"""Build the reports on λ-skips (skip connections λx + f(x) around a mixer f) and on their certificates."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -36,7 +36,7 @@ from rankwise.tracing.model_checks import is_distributed, split_modules
 
 Per = Literal["layer", "channel"]
 TOKENS, DECODER_TOKENS = 8, 6
-"""Numbers of tokens for encoder and decoder in an example. They differ, so that their states differ, too."""
+"""Numbers of tokens for encoder and decoder in an example. Unequal numbers distinguish their states."""
 WRAPPERS = frozenset({
     "AveragedModel", "DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule",
 })  # fmt: skip
@@ -200,7 +200,7 @@ def remove_lambda_skip(model: nn.Module) -> None:
 
 
 def skips_of(model: nn.Module) -> Skips:
-    """Return the λ-skips of a model, also of a copy (example: `add_lambda_skip`). They can be empty."""
+    """Return the λ-skips of a model, or no λ-skips if it has none (example: `add_lambda_skip`)."""
     places = skip_places(model)
     return Skips(model, places, _notes(places))
 
@@ -235,7 +235,7 @@ def install(model: nn.Module, place: SkipPlace, learnable: bool, per: Per) -> li
     vars(module).setdefault(NOTES, []).append(place)
     held, around, source = ThreadSlot(), model.get_submodule(place.scope), model.get_submodule(place.source)
     return [
-        around.register_forward_pre_hook(Scope(held)),  # first: opens the slot for x
+        around.register_forward_pre_hook(Scope(held)),  # runs first, to open the slot for x
         source.register_forward_pre_hook(HoldResidual(place.argument, held), with_kwargs=True),
         module.register_forward_hook(AddResidual(parameter, place.key, held), with_kwargs=True),
         around.register_forward_hook(Scope(held), always_call=True),
@@ -327,10 +327,7 @@ def check_traceable(model: Any) -> None:
 
 
 def example_for(model: Any) -> Batch:
-    """Return a small batch of token ids or a noise image for a model of transformers.
-
-    Raise `SkipError` for other models.
-    """
+    """Return token ids or a noise image for a model of transformers. Raise `SkipError` for other models."""
     config: Any = getattr(model, "config", None)
     reads, device = getattr(model, "main_input_name", None), device_of(model)
     if config is None or reads not in ("input_ids", "pixel_values"):

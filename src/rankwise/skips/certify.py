@@ -42,7 +42,7 @@ def certify_skip(model: nn.Module, batch: Batch, keep_spread: float = KEEP_SPREA
     The bounds hold for single layers on the states of this batch; a changed λ changes the states of later
     layers. Feed-forward parts and gains of norms are not part of the bounds. `choose_lambda` recommends λ.
 
-    Cost: one forward pass. If the model has no λ-skips, a second pass and derivatives are added.
+    Cost: one forward pass. A model without λ-skips needs a second pass, and derivatives.
     Source: this project, docs/explanation/skip-bound.md.
 
     Args:
@@ -80,7 +80,7 @@ def certify_places(
     check_tokens(batch)
     lambdas = lambdas_of(model, places)
     check_values(lambdas, "", "Set it, or fit it again with a lower learning rate.")
-    # `capture` raises at the end if it found no mixer; the certificate needs none.
+    # `capture` raises at the end if it found no mixer, but the certificate needs no mixer.
     with suppress(CaptureError), capture(model, on_mixer=lambda _: None) as trace:
         skips = observe(model, batch, places, lambdas)
     _check_several(any(bool((skip.mask.sum(-1) > 1).any()) for skip in skips))

@@ -26,7 +26,7 @@ from rankwise.skips.residual_sums import (
 from rankwise.tracing.module_calls import holds
 
 PARAMETER = "lambda_skip"
-"""Name of the parameter λ in its module; a second λ in the same module gets a number."""
+"""Name of the parameter λ in its module. A second λ in the same module gets a number."""
 NOTES = "_rankwise_skips"
 """Name of the attribute by which a module with λ lists its places."""
 

@@ -1,4 +1,4 @@
-"""Hooks that apply λ in modules of a model; they stay when the model is copied, pickled or compiled."""
+"""Hooks that apply λ in modules of a model, also after the model is copied, pickled or compiled."""
 
 import threading
 from collections.abc import Iterator
@@ -40,7 +40,7 @@ class HeldTensor:
 
 
 class ThreadSlot(threading.local):
-    """Slot for x, one per thread that runs the model; it is empty in copies and pickles of the model."""
+    """Slot for x, one per thread that runs the model. Slots are empty in copies and pickles of the model."""
 
     def __init__(self) -> None:
         self.slot = HeldTensor()  # an object, so that torch.compile tracks writes to it by several hooks
@@ -61,7 +61,7 @@ class SkipHook:
 
 @dataclass(eq=False)
 class AddResidual(SkipHook):
-    """Hook after a module that adds (λ − 1)·x to the branch f(x), an item of the output; x is in the slot."""
+    """Hook after a module that adds (λ − 1)·x, with x from the slot, to the branch f(x) in the output."""
 
     parameter: str
     key: Key
@@ -129,7 +129,7 @@ def corrected(tensor, residual, scale):
 
 
 def items(output: Any) -> Iterator[tuple[Key, Any]]:
-    """Yield (key, item) for each item of a module's output; a single tensor has the key None."""
+    """Yield (key, item) for each item of a module's output. A single tensor has the key None."""
     if isinstance(output, Tensor):
         yield None, output
     elif isinstance(output, tuple | list):
@@ -146,7 +146,7 @@ def picked(output, key):
 
 @no_type_check
 def with_value(output, key, value):
-    """Return an output with one item replaced; namedtuples and ModelOutputs keep their type."""
+    """Return an output with one item replaced. Namedtuples and ModelOutputs keep their type."""
     if isinstance(output, Tensor):
         return value
     key = 0 if key is None else key

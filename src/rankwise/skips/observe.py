@@ -1,4 +1,4 @@
-"""Observe λ-skips: run a model with chosen λ, return x, f(x), their sum, its mask and its norm per site."""
+"""Observe λ-skips: run a model with chosen λ, and return the tensors and norm of each sum λx + f(x)."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -160,7 +160,7 @@ def lambdas_of(model: nn.Module, places: Sequence[SkipPlace]) -> dict[str, Tenso
 
 
 def raise_lambdas(lambdas: Mapping[str, Tensor], value: float) -> dict[str, Tensor]:
-    """Return λ with every |λ| raised to at least `value`; signs are preserved, and 0 counts as positive."""
+    """Return λ with every |λ| raised to at least `value`. Signs are preserved, and 0 counts as positive."""
     return {
         site: torch.where(scale < 0, -1, 1) * scale.abs().clamp(min=value) for site, scale in lambdas.items()
     }

@@ -65,7 +65,7 @@ TRIAL = Remedy(
     words="train briefly with each λ (add your --lr)", verb="skip", options=[["--try-steps", "100"]],
     code="rw.skips.try_lambdas(lambda: model, batches)",
 )  # fmt: skip
-"""First step against COLLAPSE if a loss is known, because a λ that keeps tokens apart need not train."""
+"""First step against COLLAPSE if a loss is known: a model may not train with a λ that keeps tokens apart."""
 TRIAL_WITH_LOSS = TRIAL.model_copy(update={"code": "rw.skips.try_lambdas(lambda: model, batches, loss=loss)"})
 LOAD = Remedy(words="paste the printed `load:` line into your factory")
 """Last step for a model that a factory builds, because λ-skips are written without the model."""

@@ -33,7 +33,7 @@ class LayerCertificate(_Numbers):
     absolute_spread_ratio_bound: float | None = None
     """Lower bound of the ratio at the current λ, proved for this batch."""
     min_lambda_proved: float | None = None
-    """Least |λ| from which on the ratio is proved to be at least `keep_spread` on this batch.
+    """Least |λ| at and above which the ratio is proved to be at least `keep_spread` on this batch.
 
     With one λ per channel, each |λ| must reach this value. None if a norm reads the sum and λ differs between
     channels, because no such number exists.
@@ -91,8 +91,8 @@ class LambdaChoice(Record):
     tried: list[tuple[float, Number]]
     """Pairs (|λ|, lowest token spread after a block of the stack), in the order of the trials."""
     proved: float | None
-    """|λ| from which on each layer is proved to keep √½ of the μ of its input on this batch (√½ of μ/‖Y‖
-    if no norm follows the sum). None if it is unknown or infinite."""
+    """Least |λ| at and above which each layer is proved to keep √½ of the μ of its input on this batch (√½ of
+    μ/‖Y‖ if no norm follows the sum). None if this |λ| is unknown or infinite."""
     mixing_share: Number
     """Mean of ‖f(x)‖/‖λx + f(x)‖ in the stack at the best |λ| tried. Near 0, mixers no longer matter."""
     summary: str = ""

@@ -27,7 +27,7 @@ COPIES = frozenset((
 ))  # fmt: skip
 """Names of autograd nodes of functions that return the values of one tensor in another tensor."""
 PRODUCTS = LINEAR_LAYERS | TENSOR_PRODUCTS | ADDED_PRODUCTS | {torch.einsum, F.multi_head_attention_forward}
-"""Matrix products, by which a linear layer is distinguished from a norm."""
+"""Matrix products. A function in this set cannot be the norm that reads a sum."""
 
 Version = tuple[int, int]
 """State of a tensor: its Python id, and how often the tensor was changed in place before."""
@@ -165,7 +165,7 @@ class SumNames:
 
     def next(self) -> SumName:
         """Return the name of the next sum, which belongs to the innermost running module."""
-        call = self._running[-1] if self._running else None  # hooks may run after all modules
+        call = self._running[-1] if self._running else None  # a hook may run after all modules
         name, serial = (call.name, call.serial) if call else ("", -1)
         counts = self._counts.setdefault(name, {})
         counts[serial] = counts.get(serial, -1) + 1
@@ -276,7 +276,7 @@ def operands(func, args, kwargs):
 
 @no_type_check
 def source_of(given, made):
-    """Return the tensor of which `made` is a copy, cast or view with all values. None if there is none."""
+    """Return the tensor that `made` copies, casts or views in full. Return None if `made` is new."""
     node, behind = made.grad_fn, set()
     while (
         node is not None and node.name() in COPIES and not any(other for other, _ in node.next_functions[:-1])
@@ -351,7 +351,7 @@ def find_residuals(model: nn.Module, example: Batch) -> tuple[list[Residual], Fo
 
 
 def _residual(total: Sum, sums: Sequence[Sum]) -> Residual | None:
-    """Return the residual connection of a sum. None unless f mixes tokens of x or of an earlier sum."""
+    """Return the residual connection of a sum. Return None if f mixes no tokens of x or an earlier sum."""
     sides = [(which, total.origins[which], total.edges[1 - which]) for which in (0, 1)]
     sides = [(which, x, y) for which, x, y in sides if x.node is not y.node and x.node in graph_nodes(y.node)]
     if sides and not bool(total.like.isfinite().all()):

@@ -140,7 +140,7 @@ def load_skips(
 
 
 def fit_notes(folder: Path) -> dict[str, Any]:
-    """Return the notes on how the λ in a folder was found. Without readable λ-skips, they are empty."""
+    """Return the notes on how the λ in a folder was found. Return {} without readable λ-skips."""
     with suppress(OSError, ValueError):
         return SkipFacts.model_validate_json((folder / FACTS).read_text("utf-8")).fitted
     return {}
