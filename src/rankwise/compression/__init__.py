@@ -30,8 +30,8 @@ __all__ = [
 
 
 PARTS = ("heads", "width", "kv")
-"""Parts, in the order in which they are done. Each has the modules ``<part>_find`` and ``<part>_solve``."""
+"""Parts in the order of `compress`. Each part has the modules ``<part>_find`` and ``<part>_solve``."""
 DEFAULT_PARTS = ("width", "kv")
-"""Parts that are done if none is named and the model allows them; removed heads cost more."""
+"""Parts that `compress` applies by default, if the model allows them. Removal of heads costs more."""
 
 __getattr__, __dir__ = lazy_names(__name__)

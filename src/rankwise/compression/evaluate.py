@@ -1,4 +1,4 @@
-"""Costs and savings: measure the original and the compressed model on the same data."""
+"""Measure costs and savings: compare the original and the compressed model on the same data."""
 
 import math
 import time
@@ -48,10 +48,10 @@ def evaluate(
     timed: bool,
     on_step: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Measure a model with its changes, which are applied when this is called and afterwards.
+    """Return the measured fields of a `Compression`, for the original and the changed model.
 
-    `old` is the snapshot of the original, made before the work: so a measurement that fails costs no work.
-    Return the fields of both models.
+    The changes must be applied before the call, and they stay applied. `old` is the snapshot of the original,
+    made before the work, so that no work is lost if a measurement fails.
     """
     on_step("comparing outputs")
     batches = [to_device(batch, device_of(model)) for batch in batches]
@@ -84,7 +84,7 @@ def original(changes: list[Change]) -> Iterator[None]:
 
 
 def snapshot(model: nn.Module, batches: list[Any], when: str) -> Snapshot:
-    """Measure output, loss, parameters and cache of a model.
+    """Return the output, the loss, the number of parameters and the cache size of a model.
 
     `when`, "before" or "after", is the last word of field names such as ``loss_before``.
     """
@@ -112,7 +112,7 @@ def compared_batches(batches: list[Any]) -> Iterator[Any]:
 
 
 def log_probabilities(model: nn.Module, batch: Any) -> Float64[Tensor, "N V"] | None:
-    """Return log p of the outputs at real tokens, on the CPU; None if the model returns no logits."""
+    """Return log p of the outputs at real tokens, on the CPU. Return None if the model returns no logits."""
     with torch.no_grad():
         out = run_model(model, batch)
     logits = getattr(out, "logits", None)
@@ -122,24 +122,24 @@ def log_probabilities(model: nn.Module, batch: Any) -> Float64[Tensor, "N V"] | 
 
 
 def output_kl(pairs: Iterable[tuple[Tensor | None, Tensor | None]]) -> float:
-    """Return KL(p‖p′) in nats, mean over tokens, from pairs (log p, log p′); NaN if logits are missing."""
+    """Return mean KL(p‖p′) over tokens in nats from pairs (log p, log p′). Return NaN if a pair has None."""
     total, tokens = 0.0, 0
     for before, after in pairs:
         if before is None or after is None:
             return math.nan
         total += float(F.kl_div(after, before, reduction="sum", log_target=True))
         tokens += before.shape[0]
-    return max(total, 0.0) / max(tokens, 1e-300)  # a sum below 0 is rounding, by Gibbs' inequality
+    return max(total, 0.0) / max(tokens, 1e-300)  # KL ≥ 0, so a sum below 0 is a rounding error
 
 
 def is_decoder(model: nn.Module) -> bool:
-    """Return True if a model generates text from its own cache alone."""
+    """Return True if a model generates text and is not an encoder-decoder."""
     can = getattr(model, "can_generate", None)
     return callable(can) and bool(can()) and not config_value(model, "is_encoder_decoder")
 
 
 def cache_bytes(model: nn.Module, batch: Any) -> int:
-    """Return the bytes per token in the cache of a decoder; 0 for other models."""
+    """Return the bytes that a decoder caches per token. Return 0 for other models or without token ids."""
     if not is_decoder(model) or not isinstance(batch, dict) or "input_ids" not in batch:
         return 0
     ids = batch["input_ids"][:1, :CACHE_TOKENS]
@@ -154,7 +154,7 @@ def cache_bytes(model: nn.Module, batch: Any) -> int:
 
 
 def measure_loss(model: nn.Module, batches: list[Any]) -> float:
-    """Return the mean loss of labels or next tokens, as `rankwise.importance` does; NaN without either."""
+    """Return the mean loss of labels or next tokens. Return NaN if the data have nothing to predict."""
     try:
         loss = model_loss(model, batches)
     except InputError:  # an encoder-decoder without labels and decoder ids has nothing to predict
@@ -168,9 +168,10 @@ def measure_loss(model: nn.Module, batches: list[Any]) -> float:
 
 
 def measure_seconds(model: nn.Module, batch: Any, changes: list[Change]) -> dict[str, Any]:
-    """Return the time of a decoding step of a decoder, or of a pass of another model, before and after.
+    """Return what was timed, and the median seconds of the original and of the compressed model.
 
-    A decoder reads all tokens of the first sequence but one, and is timed on the last.
+    A decoder reads all tokens of the first sequence but the last, and the step for the last token is timed.
+    For other models, one forward pass is timed.
     """
     ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
     if ids is not None and ids.shape[1] > 1 and is_decoder(model):
@@ -192,7 +193,7 @@ def measure_seconds(model: nn.Module, batch: Any, changes: list[Change]) -> dict
     def run(when: str) -> None:
         inputs = prepare()
         started = now()
-        # not `run_model`, which would copy the cache within the measured time
+        # `run_model` would copy the cache within the measured time
         model(**inputs) if isinstance(inputs, Mapping) else run_model(model, inputs)
         seconds[when].append(now() - started)
 

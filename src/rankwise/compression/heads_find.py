@@ -1,8 +1,8 @@
 """Find attention layers that work with fewer heads, and the linear layers before and after the heads.
 
 Tensors of a forward pass show which linear layers compute the heads and which layer reads them. A table
-names the attributes that contain the number of heads, and a trial shows if changing them suffices. A unit is
-a set of heads that are removed together.
+names the attributes that contain the number of heads, and a trial shows whether it is enough to change them.
+A unit is a set of heads that are removed together.
 """
 
 from collections.abc import Callable, Mapping
@@ -58,8 +58,8 @@ NAMES = {
     ),
 }
 """Names of attributes of attention layers, and of fields of configurations, that contain the number of heads,
-of key heads, of query heads per key head, and the width of all heads. An attribute is changed if its value
-agrees; a trial shows if this suffices."""
+of key heads, of query heads per key head, and the width of all heads. An attribute is changed if it has
+the value of the layer. A trial shows whether these changes are enough."""
 Plan = dict[str, set[int]]
 """Units to remove, by the name of their layer."""
 
@@ -68,9 +68,9 @@ class HeadChannels(NamedTuple):
     """Channels of a linear layer's output that belong to heads."""
 
     size: int
-    """All channels of the layer."""
+    """Number of all output channels of the layer."""
     blocks: list[tuple[Int[Tensor, "_ _"], bool]]
-    """Channels per head, and True if these are query heads."""
+    """Blocks of heads: the channels of each head, and True if these are query heads."""
 
 
 @dataclass(frozen=True)
@@ -80,12 +80,12 @@ class HeadProjections:
     name: str
     heads: int
     value_heads: int
-    """Heads of keys and values."""
+    """Number of key heads, which is also the number of value heads."""
     value_width: int
     inputs: dict[str, HeadChannels]
-    """Linear layers that compute queries, keys and values."""
+    """Channels of the linear layers that compute queries, keys and values, by module name."""
     output: str
-    """Linear layer that reads the concatenated heads."""
+    """Name of the linear layer that reads the concatenated heads."""
 
     @property
     def group(self) -> int:
@@ -101,7 +101,7 @@ class HeadProjections:
         """Return the record of the layer without some units; `module` is the layer before its change."""
         kept = [unit for unit in range(self.units) if unit not in units]
         query = [unit * self.group + member for unit in kept for member in range(self.group)]
-        shared = self.value_heads == 1  # a shared key head stays while a query head remains
+        shared = self.value_heads == 1  # the only key head stays while a query head remains
         values = ([0] if kept else []) if shared else kept
         cuts = [self._cut(name, set(query), set(values)) for name in self.inputs]
         width = self.value_width
@@ -127,7 +127,7 @@ class HeadProjections:
     def _sizes(
         self, module: nn.Module, heads: int, value_heads: int
     ) -> tuple[dict[str, int], dict[str, int]]:
-        """Return the attributes, and the fields of the configuration, that contain numbers of heads."""
+        """Return new values of attributes and of configuration fields that depend on the number of heads."""
         kinds = {
             "heads": (self.heads, heads),
             "key heads": (self.value_heads, value_heads),
@@ -146,8 +146,9 @@ class HeadProjections:
 def find(model: nn.Module, batch: Any) -> Found[HeadProjections]:
     """Return the layers from which heads can be removed, and why each other layer is left out.
 
-    A trial removes one unit. It passes if the other heads and the outputs equal those of the full layer with
-    the unit set to zero. All layers are tried together, and one by one only if that fails.
+    A trial removes one unit per layer. The reference is the full model with the outputs of these units set to
+    zero. The trial passes if the remaining heads and the model's outputs equal the reference. All layers are
+    tried together. If this trial fails, each layer is tried alone. Raise `NoLayersError` if no layer passes.
     """
     layers, skipped = find_head_projections(model, batch)
 
@@ -171,9 +172,10 @@ def find(model: nn.Module, batch: Any) -> Found[HeadProjections]:
 
 
 def difference(model: nn.Module, layers: list[HeadProjections], plan: Plan, batch: Any) -> str:
-    """Return how outputs without some units differ from outputs with these units at zero; "" if they do not.
+    """Return how outputs without some units differ from outputs with these units set to zero.
 
-    Its code may repeat keys only for a mask, for a cache, or in eager attention, so each of these is run.
+    Return "" if the outputs are equal. The model also runs with a mask, with a cache, and in eager attention,
+    because its code may repeat keys in one of these cases alone.
     """
     try:
         with zeroed(model, layers, plan):
@@ -194,7 +196,7 @@ def difference(model: nn.Module, layers: list[HeadProjections], plan: Plan, batc
                 before = run(model, batch)
             with removal(model, layers, plan):
                 off = relative_error(run(model, batch), before)
-            if not off <= bound:  # also if it is NaN
+            if not off <= bound:  # NaN is a difference, too
                 return f"the output of the model{how} is off by {off:.1e}"
     except (RuntimeError, ValueError, TypeError, AttributeError, IndexError, AssertionError) as error:
         return first_line(error)
@@ -202,7 +204,10 @@ def difference(model: nn.Module, layers: list[HeadProjections], plan: Plan, batc
 
 
 def _other_ways(model: nn.Module, batch: Any) -> dict[str, Callable[[nn.Module, Any], Tensor]]:
-    """Return functions that run a model with a mask, with a cache, and with eager attention, if it can."""
+    """Return functions that run a model with a mask, with a cache, and in eager attention.
+
+    A function is left out if it fails on the unchanged model.
+    """
     ways: dict[str, Callable[[nn.Module, Any], Tensor]] = {}
     ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
     if ids is not None and ids.shape[1] > 1:
@@ -230,7 +235,7 @@ def _other_ways(model: nn.Module, batch: Any) -> dict[str, Callable[[nn.Module, 
 def _runs(run: Callable[[nn.Module, Any], Tensor], model: nn.Module, batch: Any) -> bool:
     try:
         return bool(run(model, batch).isfinite().all())
-    except Exception:  # the whole model does not run in this way either
+    except Exception:  # the unchanged model fails, so the trial cannot use this way
         return False
 
 
@@ -241,7 +246,7 @@ def removal(model: nn.Module, layers: list[HeadProjections], plan: Plan) -> Chan
 
 
 def zeroed(model: nn.Module, layers: list[HeadProjections], plan: Plan) -> Change:
-    """Build hooks that set the outputs of units to zero, at full size."""
+    """Return the `Change` that sets the outputs of the planned units to zero and keeps all sizes."""
     hooks = []
     for layer in layers:
         width = layer.group * layer.value_width
@@ -258,7 +263,7 @@ def _set_zero(channels: list[int], _module: nn.Module, args: tuple[Any, ...], kw
 
 
 def _read(model: nn.Module, layers: list[HeadProjections], batch: Any) -> dict[str, Tensor]:
-    """Return the concatenated heads of each layer by name, and the output of the model as ``""``."""
+    """Return the concatenated heads of each layer by layer name, and the output of the model by ``""``."""
     with record_calls(model, {layer.output for layer in layers}) as calls:
         output = main_output(model, batch)
     read = {call.name: call.args[0] for call in calls}
@@ -304,7 +309,11 @@ def _layer(near: MixerProjections) -> HeadProjections | str:
 def _sources(
     value: Projection, heads: int, value_heads: int, widths: set[int], sizes: dict[str, int]
 ) -> dict[str, HeadChannels] | None:
-    """Return the linear layers that compute heads: the layer of the values, and other layers of that size."""
+    """Return the linear layers that compute queries, keys and values, with the channels of each head.
+
+    These are the layer of the values, and layers whose number of channels fits the heads. Return None if the
+    layer of the values has more channels and their order is unknown.
+    """
     size = sizes[value.module]
     if value_heads * value.channels.shape[1] != size:
         blocks = _fused_blocks(value.channels, heads, value_heads, size)
@@ -320,7 +329,10 @@ def _sources(
 def _fused_blocks(
     values: Int[Tensor, "G V"], heads: int, value_heads: int, size: int
 ) -> list[tuple[Tensor, bool]] | None:
-    """Return the channels per head in one projection of [q | k | v], or of q, k and v of each head."""
+    """Return the channels of each head in a fused projection.
+
+    Known orders are [q | k | v], and q, k and v head by head. Return None for another order.
+    """
     width = values.shape[1]
     if size != (heads + 2 * value_heads) * width:
         return None

@@ -21,7 +21,7 @@ from rankwise.compression.width_modules import (
 )
 
 RECORD = "_removed_heads"
-"""Attribute of an attention layer with removed heads: its `RemovedHeads`."""
+"""Name of the attribute that keeps the `RemovedHeads` record of an attention layer."""
 
 
 class CutLinear(BaseModel, extra="forbid"):
@@ -30,11 +30,11 @@ class CutLinear(BaseModel, extra="forbid"):
     module: str
     side: Literal["in", "out"]
     size: int
-    """Channels of the layer on that side (input or output) before heads were removed."""
+    """Number of input or output channels (see `side`) before heads were removed."""
     runs: Runs
     """Remaining channels, as (first, count)."""
     slot: int
-    """Channels of the head of zeros if no channel remains; otherwise 0."""
+    """Width of the head of zeros if no channel remains. 0 if channels remain."""
 
 
 class RemovedHeads(BaseModel, extra="forbid"):
@@ -44,16 +44,16 @@ class RemovedHeads(BaseModel, extra="forbid"):
     module: str
     cuts: list[CutLinear]
     sizes: dict[str, int]
-    """Attributes of the layer that its code reads."""
+    """New values of the layer's attributes that depend on the number of heads."""
     config: dict[str, int]
-    """Fields of the configuration that the layer's code reads; the configuration of the model stays."""
+    """New values of configuration fields for this layer. The model's own configuration does not change."""
 
 
 class EmptyLinear(ReplacedLinear):
     """Linear layer without inputs or without outputs: it returns its bias, or zeros."""
 
     reason = "from which all heads were removed"
-    """Reason why it cannot be changed as a linear layer."""
+    """Reason, for reports, why this module cannot be changed as a linear layer."""
 
     def __init__(self, in_features: int, out_features: int, bias: Tensor | None) -> None:
         super().__init__()
@@ -68,20 +68,20 @@ class EmptyLinear(ReplacedLinear):
 
 
 class LayerConfig:
-    """Configuration of one layer: it has some fields itself, and reads all others from the model's."""
+    """Configuration of one layer: it has its own values of some fields, and reads others from the model's."""
 
     def __init__(self, config: Any, fields: dict[str, int]) -> None:
         self._of_model = config
         self.__dict__.update(fields)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "_of_model":  # copies and pickles ask before `__init__` has run
+        if name.startswith("__") or name == "_of_model":  # `copy` and `pickle` ask before `__init__` has run
             raise AttributeError(name)
         return getattr(self._of_model, name)
 
 
 def build(model: nn.Module, *changes: RemovedHeads) -> Change:
-    """Build the change that records describe: smaller layers with the remaining weights, and head counts."""
+    """Return the change that records describe: smaller layers with the remaining weights, and head counts."""
     modules: dict[str, nn.Module] = {}
     attributes: dict[str, dict[str, Any]] = {}
     for change in changes:
@@ -96,7 +96,10 @@ def build(model: nn.Module, *changes: RemovedHeads) -> Change:
 
 
 def cut_linear(module: nn.Module, cut: CutLinear) -> nn.Module:
-    """Return a smaller layer of the same class with the remaining weights; raise if the size is different."""
+    """Return a smaller layer of the same class, or an `EmptyLinear` if no channel remains.
+
+    Raise `CompressionError` if the layer does not have the recorded size.
+    """
     axis, expected = 0 if cut.side == "out" else 1, f"a linear layer with {cut.size} channels ({cut.side})"
     weight, bias = weights_of(cut.module, module, expected, lambda size: size[axis] == cut.size)
     small: Any

@@ -34,9 +34,9 @@ PROBES = 2
 
 
 def solve(job: Job) -> Solution:
-    """Remove the largest set of heads within a tolerance on the loss, or the cheapest share of the heads.
+    """Return the removal of the largest set of heads within a tolerance, or of the cheapest share of heads.
 
-    Query heads that share keys are removed together, with their key head.
+    The tolerance limits the loss. Query heads that share keys are removed together with their key head.
     """
     layers, skipped = job.found
     plan, notes, importance = _share(job, layers) if job.tolerance is None else _within(job, layers)
@@ -72,7 +72,10 @@ def solve(job: Job) -> Solution:
 
 
 def _within(job: Job, layers: list[HeadProjections]) -> tuple[Plan, list[str], Importance]:
-    """Return the largest set of heads found removable within the tolerance, notes, and all importances."""
+    """Return the largest set of heads whose removal is within the tolerance, notes, and the importance.
+
+    Raise `CompressionError` if no cost is known.
+    """
     importance = _importance(job, layers, {}, tolerance=job.tolerance)
     record = importance.record
     removable = record.removable
@@ -97,7 +100,7 @@ def _within(job: Job, layers: list[HeadProjections]) -> tuple[Plan, list[str], I
 
 
 def _share(job: Job, layers: list[HeadProjections]) -> tuple[Plan, list[str], Importance]:
-    """Return the heads of least estimated cost, notes, and the importances before any removal."""
+    """Return the heads of least estimated cost, notes, and the importance of heads before any removal."""
     assert job.keep is not None
     total = sum(layer.heads for layer in layers)
     groups = {layer.name: layer.group for layer in layers}
@@ -108,7 +111,7 @@ def _share(job: Job, layers: list[HeadProjections]) -> tuple[Plan, list[str], Im
         room = (total - job.keep * total) * number / ROUNDS
         removed = sum(len(units) * groups[name] for name, units in plan.items())
         for unit in sort_by_cost(measured[-1].heads, exact=False, group=_by_unit(layers, plan)):
-            group = groups[unit[0].site]  # the unit of a shared layer lists its heads once per call
+            group = groups[unit[0].site]  # if a layer runs several times, the unit lists each call
             if removed + group <= room + 1e-9:
                 plan.setdefault(unit[0].site, set()).add((unit[0].head or 0) // group)
                 removed += group
@@ -118,14 +121,17 @@ def _share(job: Job, layers: list[HeadProjections]) -> tuple[Plan, list[str], Im
 
 
 def _importance(job: Job, layers: list[HeadProjections], plan: Plan, **settings: Any) -> Importance:
-    """Measure importance with the heads of a plan set to zero."""
+    """Return the importance of heads, measured with the heads of a plan set to zero."""
     chosen, group = ImportanceSettings(seed=job.seed, **settings), _by_unit(layers, plan)
     with zeroed(job.model, layers, plan):
         return measure_importance(job.model, job.batches, chosen, group=group, on_progress=job.on_step)
 
 
 def _by_unit(layers: list[HeadProjections], plan: Plan) -> Any:
-    """Return a function that maps each head to its unit, or to None if it stays or is in the plan."""
+    """Return a function from a head to its unit.
+
+    The function returns None if the head cannot be removed, or if its unit is already in the plan.
+    """
     groups = {layer.name: layer.group for layer in layers}
 
     def key(head: Address) -> Hashable | None:

@@ -1,7 +1,7 @@
 """Find attention layers whose cached keys and values are outputs of linear layers.
 
-Between linear layer and cache, keys may pass a norm and a rotation by position. A latent is the vector per
-token from which such a layer can compute its keys and values.
+Between linear layer and cache, keys may pass a norm and a rotation by position. A latent is a short vector
+per token from which an attention layer computes its keys and values.
 """
 
 from collections.abc import Mapping
@@ -62,7 +62,7 @@ def full_latents(model: nn.Module, layers: list[LatentLayer], seed: int = 0) -> 
 
 
 def layer_weight(model: nn.Module, layer: LatentLayer) -> Float64[Tensor, "N D"]:
-    """Return the weight rows of the keys, then of the values."""
+    """Return the weights of keys and values in float64: the rows for keys come before the rows for values."""
     rows = []
     for name, channels in layer.projections:
         parts = linear_parts(model.get_submodule(name))
@@ -75,7 +75,7 @@ def layer_weight(model: nn.Module, layer: LatentLayer) -> Float64[Tensor, "N D"]
 
 
 def find_cached_layers(model: nn.Module, batch: Any) -> tuple[list[LatentLayer], dict[str, str]]:
-    """Return records with latents of full rank, in cache order, and why each other layer is left out."""
+    """Return the layers, in cache order, with latents of full rank, and why each other layer is left out."""
     seen, cache = _run_with_cache(model, batch)
     layers: dict[int, LatentLayer] = {}
     skipped: dict[str, str] = {}
@@ -175,14 +175,17 @@ def _layer(seen: ObservedPass, name: str, index: int, cache: Any) -> LatentLayer
 
 
 def _is_linear(model: nn.Module, name: str) -> bool:
-    """Return True for a linear layer; True for the outer module of a narrow layer, which has all channels."""
+    """Return True for a linear layer.
+
+    A `NarrowProjection` counts as one linear layer, because its outer module returns all channels.
+    """
     inside = isinstance(model.get_submodule(name.rpartition(".")[0]), NarrowProjection)
     module = model.get_submodule(name)
     return not inside and (isinstance(module, NarrowProjection) or not not_linear(model, name))
 
 
 def _computed_channels(model: nn.Module, projection: Projection) -> tuple[str, list[int], list[int]]:
-    """Return the linear layer that computes keys or values, its channels, and their places over heads."""
+    """Return the layer that computes keys or values, its channels, and their positions counted over heads."""
     channels = projection.channels.flatten().tolist()
     module = model.get_submodule(projection.module)
     if not isinstance(module, NarrowProjection):
@@ -193,7 +196,10 @@ def _computed_channels(model: nn.Module, projection: Projection) -> tuple[str, l
 
 
 def _unrotated(seen: ObservedPass, name: str, keys: Tensor) -> list[tuple[Tensor, dict[str, Any]]] | str:
-    """Return candidates (unrotated keys, rotary fields of a `LatentLayer`), or why there are none."""
+    """Return candidates: unrotated keys, and the rotary fields of a `LatentLayer` for this rotation.
+
+    Return the reason as text if a latent cannot work with the rotation.
+    """
     arguments = seen.calls[name][-1].kwargs
     received = arguments.get("position_embeddings")
     if received is None:
@@ -203,7 +209,7 @@ def _unrotated(seen: ObservedPass, name: str, keys: Tensor) -> list[tuple[Tensor
     )
     if source is None:
         return "no module gives the position embeddings it is given"
-    # text arguments select one of several rotations
+    # models with several rotations select one of them by a text argument
     options = {key: value for key, value in source.kwargs.items() if isinstance(value, str)}
     texts = [value for value in source.args if isinstance(value, str)]
     options |= {"layer_type": texts[0]} if texts else {}

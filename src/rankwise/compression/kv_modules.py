@@ -27,37 +27,37 @@ from rankwise.compression.width_modules import (
 from rankwise.errors import CompressionError
 
 RECORD = "_latent_layer"
-"""Attribute of an attention layer that has a latent: its `LatentLayer`."""
+"""Name of the attribute that keeps the `LatentLayer` record of an attention layer."""
 
 
 class LatentLayer(BaseModel, extra="forbid"):
-    """Record of an attention layer that has a latent. Names are relative to the layer, except `rotary`."""
+    """Record of an attention layer with a latent. `module` and `rotary` are full names, others relative."""
 
     kind: Literal["latent"] = "latent"
     module: str
     key: str
     """Linear layer that computed the keys."""
     value: str
-    """Linear layer that computed the values; the same as `key` if one layer computed both."""
+    """Linear layer that computed the values. Equal to `key` if one layer computed both."""
     heads: int
-    """Key heads."""
+    """Number of key heads."""
     key_channels: Runs
-    """Output channels of `key`, head by head, as (first, count); without channels that ``width`` removed."""
+    """Output channels of `key`, head by head, as (first, count), without channels that ``width`` removed."""
     value_channels: Runs
     rank: int = Field(ge=1)
     """Width of the latent."""
     key_width: int = 0
-    """Width of a key head with the zeros for removed channels; 0 if keys were not narrowed."""
+    """Width of a key head including the zeros for removed channels. 0 if keys were not narrowed."""
     key_places: Runs = Field(default_factory=list)
     """Positions of the channels of narrow keys, counted over heads."""
     key_factor: float = 1.0
     value_factor: float = 1.0
     norm: str = ""
-    """Module that normalizes keys before rotation."""
+    """Module that normalizes keys before rotation. Empty if keys are not normalized."""
     norm_axes: Literal["flat", "tokens", "heads"] = "tokens"
     """Shape of the keys in `norm`: (B, T, G·K), (B, T, G, K) or (B, G, T, K)."""
     rotary: str = ""
-    """Module of the model that computes cos and sin; empty if keys are not rotated."""
+    """Module of the model that computes cos and sin. Empty if keys are not rotated."""
     rotary_options: dict[str, str] = Field(default_factory=dict)
     rotation: RopeLayout = "halves"
 
@@ -68,16 +68,16 @@ class LatentLayer(BaseModel, extra="forbid"):
 
     @property
     def full(self) -> int:
-        """Channels of keys and values together, which a cache without latents keeps."""
+        """Number of channels of keys and values together: the width of a cache without latents."""
         return sum(count for _, count in (*self.key_channels, *self.value_channels))
 
     def path(self, name: str) -> str:
-        """Return the name in the model of a module of the attention layer."""
+        """Return the full name of a module whose name is relative to the attention layer."""
         return f"{self.module}.{name}" if self.module else name
 
     @property
     def projections(self) -> list[tuple[str, list[int]]]:
-        """Name in the model and channels of each linear layer; one entry if keys and values are fused."""
+        """Full name and channels of each linear layer. There is one entry if keys and values are fused."""
         keys, values = channels_of(self.key_channels), channels_of(self.value_channels)
         if self.key == self.value:
             return [(self.path(self.key), keys + values)]
@@ -85,9 +85,9 @@ class LatentLayer(BaseModel, extra="forbid"):
 
 
 class LatentState:
-    """Latent of one attention layer: computes it once per call, and decodes keys and values from it.
+    """State of one attention layer: computes the latent once per call, and decodes keys and values from it.
 
-    A plain object: a module would register the projections a second time.
+    The state is not an `nn.Module`, because a module would register the projections a second time.
     """
 
     key: "LatentProjection"
@@ -113,7 +113,7 @@ class LatentState:
         self.positions = self.tokens = self.latent = None
 
     def encode(self, tokens: Float[Tensor, "... D"]) -> Float[Tensor, "... r"]:
-        """Compute the latent, once per call of the attention layer."""
+        """Return the latent of tokens, which is computed once per call of the attention layer."""
         if not self.in_call:
             return self.key.down(tokens)
         if self.tokens is not tokens or self.latent is None:
@@ -157,9 +157,9 @@ class LatentState:
 
 
 class LatentProjection(ReplacedLinear):
-    """Linear layer that computes its channels of keys or values from the latent, and others by `rest`.
+    """Linear layer that computes keys or values from the latent, and all other channels by `rest`.
 
-    `down` computes the latent. If keys and values have one layer each, only the layer of the keys has it.
+    `down` computes the latent. If keys and values have one layer each, only the layer of the keys has `down`.
     """
 
     down: nn.Linear
@@ -168,7 +168,7 @@ class LatentProjection(ReplacedLinear):
         self, state: LatentState, down: nn.Linear | None, up: nn.Linear, rest: nn.Linear | None, runs: Runs
     ) -> None:
         super().__init__()
-        self.state, self.runs = state, runs  # runs: slices of [rest, up] in channel order
+        self.state, self.runs = state, runs  # `runs` puts the channels of [rest, up] in order
         self.up = up
         if down is not None:
             self.down = down
@@ -187,7 +187,8 @@ class LatentProjection(ReplacedLinear):
 class LatentCache(DynamicLayer):
     """Cache layer with latents (B, 1, S, r) in `keys` and positions (B, 1, S, 1 or 0) in `values`.
 
-    So beam search, cropping and copying in `DynamicLayer` work. `update` returns full keys and values.
+    Positions are stored if keys are rotated. With these shapes, beam search, cropping and copying of
+    `DynamicLayer` work. `update` returns full keys and values.
     """
 
     keys: Tensor
@@ -206,7 +207,7 @@ class LatentCache(DynamicLayer):
         self.is_initialized = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "LatentCache":
-        """Copy the tensors and share the modules: one cached prompt can be continued several times."""
+        """Return a copy with its own tensors, so that a cached prompt can be continued several times."""
         other = copy.copy(self)
         memo[id(self)] = other
         if self.is_initialized:
@@ -221,7 +222,7 @@ class LatentCache(DynamicLayer):
             self.lazy_initialization(key_states, value_states)
         batch, _, tokens, _ = key_states.shape
         new = self.state.latent
-        if new is None:  # the call under way belongs to another model
+        if new is None:  # another model runs and uses the cache of this model
             raise CompressionError(
                 "the cache",
                 expected="a cache that this model filled",
@@ -243,7 +244,7 @@ class LatentCache(DynamicLayer):
 
 
 def build(model: nn.Module, layer: LatentLayer) -> Change:
-    """Build the change that a record describes; the weights of `down` and `up` are zero."""
+    """Return the change that a record describes. The weights of `down` and `up` are zero at first."""
     norm = find_module(model, layer.path(layer.norm)) if layer.norm else None
     state = LatentState(layer, norm, find_module(model, layer.rotary) if layer.rotary else None)
     modules: dict[str, nn.Module] = {}
@@ -277,7 +278,10 @@ def _projection(
 def latent_change(
     model: nn.Module, layers: Sequence[LatentLayer], factors: Sequence[tuple[Tensor, Tensor]]
 ) -> Change:
-    """Build one change for all layers from factors `down` (r, D) and `up` (N, r), keys before values."""
+    """Return one change for all layers from factors `down` (r, D) and `up` (N, r).
+
+    The rows of `up` for keys come before the rows for values.
+    """
     change = Change(model)
     for layer, (down, up) in zip(layers, factors, strict=True):
         added = build(model, layer.model_copy(update={"rank": down.shape[0]}))

@@ -33,11 +33,14 @@ from rankwise.tracing import record_calls
 RIDGE = 1e-9
 """Added to A, relative to its mean eigenvalue, so that directions without data stay finite."""
 GRADIENT_RIDGE = 1e-6
-"""Added to G, which is noisier: one label is drawn per token."""
+"""Added to G, relative to its mean eigenvalue. G is noisier than A, because one label is drawn per token."""
 
 
 def solve(job: Job) -> Solution:
-    """Compute keys and values from one latent per layer; the ranks of all layers share a budget of bytes."""
+    """Return the change to keys and values from one latent per layer.
+
+    The ranks of all layers share one target: a share of the cache's bytes, or a tolerance.
+    """
     layers, skipped = job.found
     moments = collect_moments(job.model, layers, job.batches, job.seed, job.on_step)
     tokens = moments[0].count
@@ -91,7 +94,7 @@ class SecondMoments:
 def collect_moments(
     model: nn.Module, layers: list[LatentLayer], batches: list[Any], seed: int, on_step: Any
 ) -> list[SecondMoments]:
-    """Return the second moments of all layers; costs one forward and one backward pass per batch."""
+    """Return the second moments of all layers, from one forward and one backward pass per batch."""
     moments = []
     for weight in (layer_weight(model, layer) for layer in layers):
         g, x = (torch.zeros(size, size, dtype=torch.float64) for size in weight.shape)
@@ -144,7 +147,7 @@ def _add_batch(
 
 
 def _differentiable(_module: nn.Module, _args: Any, _kwargs: Any, output: Tensor) -> Tensor:
-    """Hook that makes the output of a linear layer require a gradient although no parameter does."""
+    """Hook that makes the output of a linear layer require a gradient, because all parameters are frozen."""
     return output if output.requires_grad else output.detach().requires_grad_()
 
 
@@ -153,7 +156,7 @@ def _differentiable(_module: nn.Module, _args: Any, _kwargs: Any, output: Tensor
 
 @dataclass(frozen=True)
 class WeightedSVD:
-    """Singular directions of G^½ W A^½, mapped back to W, and the value of each direction."""
+    """Singular directions of G^½ W A^½, mapped back to W, and the KL that each direction saves."""
 
     left: Float64[Tensor, "N m"]
     """G^−½ U Σ."""
@@ -163,7 +166,7 @@ class WeightedSVD:
     """σ²/2, descending: output KL per token without this direction."""
 
     def factors(self, rank: int) -> tuple[Float64[Tensor, "r D"], Float64[Tensor, "N r"]]:
-        """Return `down` with orthonormal rows, so that no value grows large, and `up`, of one rank."""
+        """Return the factors `down` and `up` of a rank. Orthonormal rows of `down` keep all numbers small."""
         basis, triangle = torch.linalg.qr(self.right[:rank].mT)
         return basis.mT, self.left[:, :rank] @ triangle.mT
 
@@ -173,7 +176,7 @@ def weighted_svd(
     inputs: Float64[Tensor, "D D"] | None = None,
     gradients: Float64[Tensor, "N N"] | None = None,
 ) -> WeightedSVD:
-    """Return the SVD of G^½ W A^½; a side without second moments is not weighted."""
+    """Return the SVD of G^½ W A^½. A is the identity without `inputs`, G without `gradients`."""
     root_a, inverse_a = _roots(inputs, weight.shape[1], RIDGE)
     root_g, inverse_g = _roots(gradients, weight.shape[0], GRADIENT_RIDGE)
     left, values, right = torch.linalg.svd(root_g @ weight @ root_a, full_matrices=False)
@@ -181,7 +184,7 @@ def weighted_svd(
 
 
 def _roots(moments: Tensor | None, size: int, ridge: float) -> tuple[Tensor, Tensor]:
-    """Return the square root of second moments with a ridge, and its inverse."""
+    """Return the square root of second moments with a ridge, and its inverse. Without moments, both are I."""
     eye = torch.eye(size, dtype=torch.float64)
     if moments is None:
         return eye, eye
@@ -197,12 +200,13 @@ def _roots(moments: Tensor | None, size: int, ridge: float) -> tuple[Tensor, Ten
 def ranks_for_keep(
     layers: list[LatentLayer], nats: list[Float64[Tensor, "_"]], keep: float | int, size: int
 ) -> list[int]:
-    """Return the rank of each layer (at least 1) that has the least KL within a share of the cache's bytes.
+    """Return the ranks of least KL, at least 1 per layer, for a share `keep` of the bytes of the cache.
 
-    `size` is bytes per number. Token positions that the cache stores count towards its bytes.
+    `size` is bytes per number. Stored token positions count as bytes of the cache. Raise `CompressionError`
+    if `keep` is too small for rank 1.
     """
     full = size * sum(layer.full for layer in layers)
-    positions = sum(4 for layer in layers if layer.rotary)  # int32
+    positions = sum(4 for layer in layers if layer.rotary)  # an int32 position has 4 bytes
     count = int((keep * full - positions) // size)
     if count < len(layers):
         least = (positions + size * len(layers)) / full
@@ -215,7 +219,7 @@ def ranks_for_keep(
 def ranks_for_tolerance(nats: list[Float64[Tensor, "_"]], tolerance: float | int) -> list[int]:
     """Return the least ranks whose removed directions cost at most `tolerance` nats per token in total."""
     worth = torch.cat([values[1:] for values in nats]).sort(descending=True).values
-    lost = worth.flip(0).cumsum(0).flip(0)  # lost[n]: nats lost if n directions are kept, and 1 per layer
+    lost = worth.flip(0).cumsum(0).flip(0)  # lost[n]: nats lost with n directions besides 1 per layer
     return _largest(nats, len(nats) + int((lost > tolerance).sum()))
 
 

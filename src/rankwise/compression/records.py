@@ -1,4 +1,4 @@
-"""Record of a compression: its costs and savings; this module does not import torch."""
+"""Record of a compression with its costs and savings. This module does not import torch."""
 
 import math
 from typing import ClassVar, Literal
@@ -18,14 +18,14 @@ class HeadWidth(Record):
     site: str
     layer: int
     head: int
-    """Key head, as numbered in the original; for ``heads``, query head."""
+    """Number of the key head in the original model. For the part ``heads``, number of the query head."""
     before: int
     width: int
-    """Remaining width K; 0 if the head was removed."""
+    """Remaining width K. 0 if the head was removed."""
     kl: Number
-    """KL(M‖M′) in nats, mean over rows of these heads, closed form, calibration data; NaN if removed."""
+    """Mean KL(M‖M′) over rows in nats, before calibration, on the calibration data. NaN if removed."""
     kl_calibrated: Number
-    """``kl`` after calibration; equal to ``kl`` without calibration."""
+    """Mean KL(M‖M′) after calibration. Equal to ``kl`` without calibration."""
 
 
 class LatentRank(Record):
@@ -49,7 +49,7 @@ class LayerCost(Record):
     site: str
     layer: int
     attention_kl: Number
-    """Attention KL in nats, on the inputs of the original layer; NaN if the part measures none."""
+    """Attention KL in nats, on the inputs of the original layer. NaN if no part measures it."""
 
 
 class Compression(SavedRecord):
@@ -71,24 +71,24 @@ class Compression(SavedRecord):
     layers: list[LayerCost]
     latents: list[LatentRank] = Field(default_factory=list)
     attention_kl: Number
-    """KL(M‖M′) of attention in nats, mean over rows, heads and layers; NaN if no part measures it."""
+    """Attention KL(M‖M′) in nats, mean over rows, heads and layers. NaN if no part measures it."""
     output_kl: Number = math.nan
-    """KL(p‖p′) of the outputs in nats, mean over real tokens of up to 16 sequences, p the original's; NaN if
-    the model returns no logits."""
+    """Mean KL(p‖p′) of outputs in nats over real tokens of up to 16 sequences, with p of the original model.
+    NaN if the model returns no logits."""
     output_error: Number = math.nan
-    """‖y′ − y‖/‖y‖ of the model's outputs; first batch."""
+    """‖y′ − y‖/‖y‖ of the model's outputs on the first batch."""
     loss_before: Number = math.nan
-    """Mean loss of labels, or of the next token for language models; NaN if there is neither."""
+    """Mean loss of labels, or of the next token for language models. NaN if there is neither."""
     loss_after: Number = math.nan
     parameters_before: int = 0
     parameters_after: int = 0
     cache_bytes_before: int = 0
-    """Bytes of cached keys and values per token; 0 if the model has no cache."""
+    """Bytes of cached keys and values per token. 0 if the model has no cache."""
     cache_bytes_after: int = 0
     timed: str = ""
-    """What was timed: "decoding step after N tokens" or "pass"; empty if time was not measured."""
+    """What was timed: "decoding step after N tokens" or "pass". Empty if time was not measured."""
     seconds_before: Number = math.nan
-    """Median over rounds in which the original and the compressed model take turns."""
+    """Median seconds of the original, over rounds in which both models take turns."""
     seconds_after: Number = math.nan
     left_out: dict[str, str] = Field(default_factory=dict)
     """Attention layers that could not be compressed, each with the reason."""
@@ -98,7 +98,10 @@ class Compression(SavedRecord):
 
     @property
     def mean_width(self) -> float:
-        """Mean width of the remaining key heads, or of their values if only heads were removed."""
+        """Mean width of key heads. If only heads were removed, mean width of the remaining heads.
+
+        0 if there are no widths.
+        """
         widths = [head.width for head in self.heads if head.part != "heads"]
         widths = widths or [head.width for head in self.heads if head.width]
         return mean(widths) if widths else 0.0

@@ -71,7 +71,7 @@ def compress(
     - ``kv`` computes a decoder's keys and values from a latent (one short vector per token and layer), which
       its cache stores in their place. After ``width`` the latent replaces the narrow keys.
 
-    Each part is tried on the model before the work begins. Layers on which it does not work are skipped and
+    Each part is tried on the model before the work begins. Layers for which the trial fails are skipped and
     reported.
     Cost: two passes over `batches`, whose queries and keys stay in memory; 32 softmaxes per head of
     16 sequences; with `calibrate`, three softmaxes per step.
@@ -83,12 +83,12 @@ def compress(
             ``{"heads": 0.9, "kv": 0.5}``; a number applies to each part. The unit depends on the part:
             channels of queries and keys for ``width``, bytes of the cache for ``kv``, the number of heads
             for ``heads``.
-        tolerance: instead of `keep`, the largest cost on the calibration data, as a number or a mapping:
-            for ``width``, attention KL in nats (of attention rows before from after); for ``kv``, KL of the
-            outputs in nats, predicted to second order; for ``heads``, a share of the loss. The record has a
-            note if the cost is above the tolerance.
-        parts: names of the parts; None if `keep` or `tolerance` is a mapping. By default, ``width`` and
-            ``kv``, each if the model allows it; ``heads`` if the model allows neither.
+        tolerance: instead of `keep`, the largest cost on the calibration data, as a number or a mapping. The
+            cost of ``width`` is attention KL in nats. The cost of ``kv`` is the KL of the outputs in nats,
+            predicted to second order. The cost of ``heads`` is a share of the loss. The record has a note if
+            the cost is above the tolerance.
+        parts: names of the parts. Omit it if `keep` or `tolerance` is a mapping. By default, ``width`` and
+            ``kv`` if the model allows them. ``heads`` is the default if the model allows neither.
         calibrate: steps of Adam per layer of ``width``.
         held_out: data on which the costs are measured; the calibration data by default.
         time: if True, measure seconds per decoding step, or per pass, before and after.
@@ -139,7 +139,7 @@ def compress(
     solutions: dict[str, Solution] = {}
     modes = {name: module.training for name, module in model.named_modules()}
     named = parts is not None or isinstance(keep, Mapping) or isinstance(tolerance, Mapping)
-    # New linear layers draw weights.
+    # New linear layers draw random weights, which must not change the caller's random numbers.
     with eval_mode(model), preserve_random_state(model):
         try:
             report("the parts that the model allows")
@@ -150,7 +150,7 @@ def compress(
             before = snapshot(model, eval_data, "before")
             with ExitStack() as applied:
                 for name, layers in layers_of.items():
-                    # earlier parts changed the layers
+                    # find the layers again, because earlier parts changed them
                     layers = find_part(name, model, data[0]) if solutions else layers
                     part_keep, part_tolerance = targets[name]
                     job = Job(
@@ -188,7 +188,7 @@ def part_targets(
 ) -> Targets:
     """Return the share to keep (by default 0.5) or the tolerance of each named part, in the order of `PARTS`.
 
-    Without names, all parts get the same target.
+    If no part is named, all parts get the same target. Raise `CompressionError` for an invalid target.
     """
     targets = {"keep": 0.5 if keep is None and tolerance is None else keep, "tolerance": tolerance}
     mappings = [target for target in targets.values() if isinstance(target, Mapping)]
@@ -244,9 +244,9 @@ def quantized_layer(model: nn.Module) -> str:
 
 
 def find_parts(model: nn.Module, batch: Any, names: Sequence[str] | None) -> dict[str, Found[Any]]:
-    """Return the layers that each named part can change; raise for all parts at once if some can change none.
+    """Return the layers that each part can change. Raise `NoLayersError` for all parts that have no layers.
 
-    Without names, the parts are those of `DEFAULT_PARTS` that work, or else ``heads``.
+    If `names` is None, use each of `DEFAULT_PARTS` that works. If neither works, use ``heads``.
     """
     layers: dict[str, Found[Any]] = {}
     errors: dict[str, NoLayersError] = {}
@@ -267,7 +267,7 @@ def find_parts(model: nn.Module, batch: Any, names: Sequence[str] | None) -> dic
 
 
 def _count_tokens(model: nn.Module, batches: list[Any], name: str) -> int:
-    """Run the model on all batches; return the number of real tokens that its first mixer reads."""
+    """Run the model on all batches, and return the number of real tokens that the first mixer reads."""
     total = 0
     for number, batch in enumerate(batches, start=1):
         sites: list[CapturedMixer] = []
@@ -292,7 +292,7 @@ def _record(
     seed: int,
 ) -> Compression:
     every = list(solutions.values())
-    left = every[0].key_heads  # `heads` comes first
+    left = every[0].key_heads  # the part `heads` comes first; other parts have no key heads
     heads = [head for solution in every for head in solution.heads]
     heads = [
         head.model_copy(update={"head": left[head.site][head.head]})
@@ -303,7 +303,7 @@ def _record(
     latents = [latent for solution in every for latent in solution.latents]
     numbers = {head.site: head.layer for head in heads} | {latent.site: latent.layer for latent in latents}
     costs = {latent.site: math.nan for latent in latents}
-    for solution in every:  # a removed head has no attention to compare
+    for solution in every:  # NaN, the cost of the part `heads`, must not replace a measured cost
         costs |= {
             site: cost for site, cost in solution.kl.items() if site not in costs or not math.isnan(cost)
         }
@@ -311,7 +311,7 @@ def _record(
     notes = [note for solution in every for note in solution.notes]
     for name, solution in solutions.items():
         cost = solution.cost
-        if len(solutions) == 1 and name != "heads":  # then the measured costs are the costs of the part
+        if len(solutions) == 1 and name != "heads":  # then all measured costs are due to this part
             cost = measured["output_kl"] if name == "kv" else mean(costs.values())
         notes += _part_notes(name, targets[name][1], solution, measured_on, cost)
     return Compression(
@@ -334,13 +334,13 @@ def _record(
 def _part_notes(
     part: str, tolerance: float | int | None, solution: Solution, measured_on: str, measured: float
 ) -> list[str]:
-    """Return notes if a part removed nothing, or costs more than its tolerance on some data."""
+    """Return notes if a part removed nothing, or if it costs more than its tolerance."""
     heads, latents = solution.heads, solution.latents
     removed = [*(x.width < x.before for x in heads), *(x.rank < x.full_rank for x in latents)]
     notes = [] if any(removed) else [f"{part}: nothing was removed. Lower `keep` or raise the tolerance."]
     attention = mean(head.kl_calibrated for head in heads) if part != "heads" else 0.0
     costs = {"the calibration data": max(attention, sum(latent.output_kl for latent in latents))}
-    costs[measured_on] = max(costs.get(measured_on, 0.0), measured)  # NaN is not above a number
+    costs[measured_on] = max(costs.get(measured_on, 0.0), measured)  # NaN does not replace a number
     return notes + [
         f"{part}: the cost on {data} is {cost:.3g}, above the tolerance {tolerance:g}."
         for data, cost in costs.items()

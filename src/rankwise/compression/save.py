@@ -1,8 +1,8 @@
-"""Save and load compressed models; the import of this module lets ``from_pretrained`` load them.
+"""Save and load compressed models. After import of this module, ``from_pretrained`` loads them, too.
 
 The structure of a compressed model is data: records that suffice to build the empty model before its weights
-are loaded. transformers lets a configuration name who prepares the empty model; that is how quantized models
-load. A compressed model is prepared in the same way, but nothing is quantized.
+are loaded. In transformers, a configuration can name a class that prepares the empty model, as for quantized
+models. A compressed model is prepared in the same way, but nothing is quantized.
 """
 
 import copy
@@ -49,19 +49,19 @@ Do not set `ignore_mismatched_sizes=True`, as an error of transformers may advis
 would be random.
 """
 KEY = "quantization_config"
-"""Field of a configuration that names who prepares the model."""
+"""Field of a configuration that names the class that prepares the empty model."""
 
 SavedChange = Annotated[
     RemovedHeads | NarrowedLinear | NarrowedKeys | LatentLayer, Field(discriminator="kind")
 ]
 KINDS: dict[str, tuple[str, Callable[..., Change]]] = {
-    "heads": (heads_modules.RECORD, heads_modules.build),  # the other records count remaining heads
+    "heads": (heads_modules.RECORD, heads_modules.build),  # first: other records count remaining heads
     "narrow": (width_modules.NARROWED, width_modules.build),
     "keys": (width_modules.RECORD, width_modules.build_keys),
     "latent": (kv_modules.RECORD, kv_modules.build),
 }
-"""Attribute of a module that is its record, and function that builds the change of a record, by the `kind` of
-`SavedChange`, in the order in which changes are built."""
+"""For each `kind` of `SavedChange`: attribute of a module that keeps the record, and function that builds the
+change of a record. Changes are built in this order."""
 
 
 class Structure(BaseModel, extra="forbid"):
@@ -79,7 +79,7 @@ def pretrained_models(model: nn.Module) -> list[PreTrainedModel]:
 
 
 def structure_of(model: nn.Module) -> Structure:
-    """Return the changes of a model, read off its modules, by the names that these have now."""
+    """Return the changes that the modules of a model record, under the current names of the modules."""
     named = [
         (name, vars(module).get(record))
         for record, _ in KINDS.values()
@@ -89,7 +89,7 @@ def structure_of(model: nn.Module) -> Structure:
 
 
 def _renamed(change: Any, module: str) -> Any:
-    """Return a change under another module name, for a model put into or out of another one."""
+    """Return a change under a new module name, after a model was put into or taken out of another model."""
     before = change.module.removesuffix(module) if change.module.endswith(module) else ""
     after = module.removesuffix(change.module) if module.endswith(change.module) else ""
 
@@ -106,9 +106,9 @@ def _renamed(change: Any, module: str) -> Any:
 
 @contextmanager
 def rebuilt(model: nn.Module, structure: Structure) -> Iterator[None]:
-    """Context manager that applies the saved changes to a new model; they stay unless the block raises.
+    """Context manager that applies saved changes to a new model, and undoes them if the block raises.
 
-    Added weights are not loaded yet.
+    The weights of added modules are not loaded yet.
     """
     with ExitStack() as applied:
         for saved in structure.changes:
@@ -125,7 +125,7 @@ def _set_guards(model: nn.Module) -> None:
 
 
 def read_structure(content: Any, where: str) -> Structure:
-    """Return the structure in some JSON content; raise `CompressionError`, which names its source `where`."""
+    """Return the structure in JSON content from `where`. Raise `CompressionError` if it is invalid."""
     try:
         return Structure.model_validate(content)
     except ValidationError as error:
@@ -142,7 +142,7 @@ def read_structure(content: Any, where: str) -> Structure:
 
 
 def check_config(model: PreTrainedModel) -> None:
-    """Raise if the configuration of a model cannot be saved."""
+    """Raise `CompressionError` if the configuration of a model cannot be saved."""
     with TemporaryDirectory() as folder:
         try:
             copy.deepcopy(model.config).save_pretrained(folder)
@@ -158,12 +158,12 @@ def check_config(model: PreTrainedModel) -> None:
 
 
 def _expected_weights(model: PreTrainedModel, structure: Structure) -> dict[str, Tensor]:
-    """Return the weights of a model; raise if a new model of its class does not have some of them."""
+    """Return the weights of a model. Raise `CompressionError` if a new model of its class lacks a weight."""
     state = model.state_dict()
     with torch.device("meta"), preserve_random_state(model), initialization.meta_device_safe_creation_ops():
         try:
             new = type(model)(copy.deepcopy(model.config))
-        except TypeError:  # the class has more arguments: `load_compressed` gets them, and checks the weights
+        except TypeError:  # the class needs arguments that only `load_compressed` gets
             return state
         with rebuilt(new, structure):
             names = set(new.state_dict())
@@ -277,7 +277,7 @@ def load_compressed(folder: str | Path, model: nn.Module | None = None, **option
 
 
 def check_complete(subject: str, missing: Iterable[str], extra: Iterable[str] = ()) -> None:
-    """Raise if the files of a compressed model lack weights, which are then random, or have others."""
+    """Raise `CompressionError` if weights of a compressed model are missing (then random) or superfluous."""
     wrong = [*(f"no {name!r}" for name in sorted(missing)), *map(repr, sorted(extra))]
     if wrong:
         raise CompressionError(
@@ -289,14 +289,14 @@ def check_complete(subject: str, missing: Iterable[str], extra: Iterable[str] = 
 
 
 def _known_class(name: str) -> Any:
-    """Return a model class of transformers or of `rankwise.models`; None for other names."""
+    """Return a model class of transformers or of `rankwise.models`. Return None if the name is unknown."""
     import rankwise.models
 
     return getattr(transformers, name, None) or getattr(rankwise.models, name, None)
 
 
 def loading_line(model: nn.Module, folder: str, source: str) -> str:
-    """Return the line of Python that loads a compressed model; `source` names the original in a comment."""
+    """Return the line of Python that loads a compressed model. `source` says how the original was built."""
     quoted, kind = json.dumps(folder, ensure_ascii=False), type(model)
     if not isinstance(model, PreTrainedModel):
         return f"model = rankwise.load_compressed({quoted}, model)   # model: new, as built by {source}"
@@ -309,7 +309,7 @@ def _load_into(folder: Path, model: nn.Module) -> nn.Module:
     """Load a saved module that is not from transformers into a fresh module."""
     structure = read_structure(_read_json(folder / STRUCTURE), str(folder / STRUCTURE))
     try:
-        with preserve_random_state(model), rebuilt(model, structure):  # new linear layers draw weights
+        with preserve_random_state(model), rebuilt(model, structure):  # new layers draw random numbers
             load_model(model, folder / WEIGHTS)
         _set_guards(model)
     except (OSError, SafetensorError) as error:
@@ -359,7 +359,7 @@ class CompressionConfig(QuantizationConfigMixin):
 
 
 class CompressionBuilder(HfQuantizer):
-    """Builds the structure into the empty model before its weights are loaded."""
+    """Quantizer of transformers that builds the structure into the empty model before weights are loaded."""
 
     def _process_model_before_weight_loading(self, model: nn.Module, **_: Any) -> nn.Module:
         structure = read_structure(self.quantization_config.structure, "the configuration")
@@ -387,7 +387,10 @@ class CompressionBuilder(HfQuantizer):
 
 
 def _named_for(model: nn.Module, structure: Structure) -> Structure:
-    """Add or remove the prefix of module names that differs between models with and without a head."""
+    """Return the structure with module names that fit a model with or without an output head.
+
+    The names of the two models differ by a prefix.
+    """
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     modules, changes = {name for name, _ in model.named_modules()}, []
     for change in structure.changes:
@@ -397,7 +400,7 @@ def _named_for(model: nn.Module, structure: Structure) -> Structure:
 
 
 def note_structure(model: Any) -> None:
-    """Write the structure of a model into its configuration; remove it if the model has no changes."""
+    """Write the structure of a model into its configuration, or remove it if the model has no changes."""
     structure = structure_of(model)
     noted = config_value(model.config, KEY)
     if structure.changes:

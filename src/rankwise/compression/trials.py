@@ -34,16 +34,16 @@ class Job:
     """Data and target of one part."""
 
     model: nn.Module
-    """In evaluation mode, with the changes of the earlier parts."""
+    """Model in evaluation mode, with the changes of the earlier parts."""
     found: Found[Any]
     batches: list[Any]
     """Calibration data."""
     eval_batches: list[Any]
     """Data on which costs are measured: held-out data, or the calibration data."""
     keep: float | int | None = None
-    """Share to keep, 0 < keep < 1; None if there is a tolerance."""
+    """Share to keep, 0 < keep < 1. None if there is a tolerance."""
     tolerance: float | int | None = None
-    """Largest cost, in the unit of the part."""
+    """Largest cost, in the unit of the part. None if there is a share to keep."""
     calibrate: int = 0
     """Steps of Adam per layer."""
     seed: int = 0
@@ -59,25 +59,26 @@ class Solution:
     heads: list[HeadWidth] = field(default_factory=list)
     latents: list[LatentRank] = field(default_factory=list)
     kl: dict[str, float] = field(default_factory=dict)
-    """Attention KL per site on the evaluation data; NaN if it was not measured."""
+    """Attention KL per site on the evaluation data. NaN if it was not measured."""
     key_heads: dict[str, list[int]] = field(default_factory=dict)
-    """Numbers in the original of the key heads that are left in each layer, if heads were removed."""
+    """Original numbers of the key heads that the part ``heads`` left, by site. Empty for other parts."""
     skipped: dict[str, str] = field(default_factory=dict)
     """Layers that cannot be changed, each with the reason."""
     notes: list[str] = field(default_factory=list)
     cost: float = math.nan
-    """Cost on the evaluation data, in the unit of the tolerance; NaN if the part leaves it to `compress`."""
+    """Cost on the evaluation data, in the unit of the tolerance. NaN if the part does not measure it."""
 
 
 class NoLayersError(CompressionError):
-    """A part of `compress` can change no layer of a model."""
+    """Raised if a part of `compress` can change no layer of a model."""
 
 
 def find_part(name: str, model: nn.Module, batch: Any) -> Found[Any]:
-    """Return the layers that a part can change; raise `NoLayersError` if there are none.
+    """Return the layers that a part can change. Raise `NoLayersError` if there are none.
 
-    Two sequences of the batch are run, in float32: layers are found, and tried, by the closeness of outputs,
-    and in half precision a rotation, or a change that a large bias hides, is as small as rounding.
+    Two sequences of the batch are run, and `CompressionError` is raised if outputs are not finite. The model
+    runs in float32, because small differences of outputs decide which layers work. In half precision, the
+    effect of a rotation, or of a change next to a large bias, is as small as rounding.
     """
     short = to_device(first_sequences(batch, 2), device_of(model))
     check_finite(model, main_output(model, short))
@@ -105,8 +106,8 @@ def keep_passing(
 ) -> tuple[list[Layer], dict[str, str]]:
     """Return the layers whose trial change does not change the outputs, and why each other layer is left out.
 
-    All layers are tried together, and one by one only if that fails. Padded tokens do not count. Raise, with
-    what was `expected`, if no layer is left.
+    All layers are tried together. If this trial fails, each layer is tried alone. Padded tokens do not count.
+    Raise `NoLayersError`, with the text `expected`, if no layer is left.
     """
     layers, skipped = found
     before, real = output_and_mask(model, batch)
@@ -135,7 +136,7 @@ def main_output(model: nn.Module, batch: Any) -> Tensor:
 
 
 def output_and_mask(model: nn.Module, batch: Any) -> tuple[Tensor, Bool[Tensor, "B *T"]]:
-    """Return the output of `main_output`, and the mask of its real tokens."""
+    """Return the tensor that `main_output` returns, and the mask of its real tokens."""
     with torch.no_grad():
         out = run_model(model, batch)
     tensor = next((x for x in tensors_in(out) if x.is_floating_point() and x.dim() > 0), None)
@@ -144,7 +145,10 @@ def output_and_mask(model: nn.Module, batch: Any) -> tuple[Tensor, Bool[Tensor, 
 
 
 def at_once_and_in_halves(model: nn.Module, batch: Any) -> list[Tensor]:
-    """Return the outputs for a text read at once; without other arguments than token ids, in halves, too."""
+    """Return the output for a text that is read at once and, if possible, in halves with a cache.
+
+    Halves need at least two tokens, and a batch of token ids with no other arguments than a mask and labels.
+    """
     whole = main_output(model, batch)
     ids, mask = batch.get("input_ids"), batch.get("attention_mask")
     if ids is None or ids.shape[1] < 2 or set(batch) - {"input_ids", "attention_mask", "labels"}:
@@ -169,7 +173,7 @@ def relative_error(after: Tensor, before: Tensor) -> float:
 
 
 def check_finite(model: nn.Module, output: Tensor) -> None:
-    """Raise if an output has NaN or infinity, and name the first weights that have it."""
+    """Raise `CompressionError` if an output has NaN or infinity. The error names the first such weights."""
     if bool(output.isfinite().all()):
         return
     named = ((name, weight) for name, weight in model.named_parameters() if not bool(weight.isfinite().all()))
@@ -186,7 +190,7 @@ def check_finite(model: nn.Module, output: Tensor) -> None:
 
 
 def check_some(model: nn.Module, layers: list[Any], skipped: dict[str, str], expected: str) -> None:
-    """Raise with the first two reasons if no layer is left."""
+    """Raise `NoLayersError`, with the first two reasons in `skipped`, if no layer is left."""
     if not layers:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in list(skipped.items())[:2])
         raise NoLayersError(
@@ -198,7 +202,7 @@ def check_some(model: nn.Module, layers: list[Any], skipped: dict[str, str], exp
 
 
 def check_tokens(tokens: int, width: int) -> None:
-    """Raise if there are too few calibration tokens for the widest head or latent."""
+    """Raise `CompressionError` if there are too few calibration tokens for the widest head or latent."""
     if tokens < LEAST_TOKENS * width:
         raise CompressionError(
             "the calibration data",

@@ -21,13 +21,13 @@ from rankwise.measures.required_width import LogitBases, logit_bases
 CURVE_SEQUENCES = 16
 """Maximum number of sequences on which a head's curve, attention KL against width, is measured."""
 CURVE_POINTS = 32
-"""Number of evenly spaced widths of a curve; a wide head's curve also has the widths below the first."""
+"""Number of evenly spaced widths of a curve. The curve of a wide head also has all smaller widths."""
 RATE = 0.02
 """Learning rate of Adam for factors in whitened coordinates; it falls to zero along a cosine."""
 ROWS = 2**20
-"""Approximate number of attention entries per step: 2 sequences of 192 tokens with 12 heads."""
+"""Approximate number of attention entries per calibration step: 2 sequences of 192 tokens with 12 heads."""
 Curve = tuple[list[int], list[float]]
-"""Widths of a key head, ascending, and its attention KL at each."""
+"""Ascending widths of a key head, and the attention KL at each width."""
 PAIR_SEQUENCES, PAIR_ROWS = 16, 48
 """Maximum number of sequences, and of rows per sequence, on which the removal of units is compared."""
 
@@ -45,11 +45,11 @@ def divergence(
     """
     seen = matrix > 0
     mean = (matrix * change).sum(-1, keepdim=True)
-    away = (change - mean).masked_fill(~seen, -torch.inf)  # around the mean: no cancellation in the logarithm
+    away = (change - mean).masked_fill(~seen, -torch.inf)  # minus the mean, to avoid cancellation
     top = away.amax(-1, keepdim=True).clamp(min=0)
     whole = (matrix * (away - top).exp()).sum(-1)
     kl = whole.clamp(min=torch.finfo(matrix.dtype).tiny).log() + top.squeeze(-1)
-    return kl.clamp(min=0)  # below 0 only by rounding, by Jensen's inequality
+    return kl.clamp(min=0)  # KL ≥ 0 by Jensen's inequality: below 0 is rounding
 
 
 def layer_divergence(samples: list[Sample], factors: Factors) -> Float64[Tensor, "H"]:
@@ -65,7 +65,7 @@ def layer_divergence(samples: list[Sample], factors: Factors) -> Float64[Tensor,
 def width_curves(samples: list[Sample], bases: list[LogitBases], widths: list[int]) -> Float64[Tensor, "H W"]:
     """Return attention KL of each query head at ascending widths.
 
-    A width takes that many columns of the bases of the key head.
+    At width w, a head uses the first w columns of the bases of its key head.
     """
 
     def changes(sample: Sample, head: int, q: Tensor, k: Tensor) -> Iterator[Tensor]:
@@ -124,7 +124,7 @@ def closed_form(layer: QueryKeyStatistics, widths: list[int]) -> Factors:
 
 
 def head_curves(layer: QueryKeyStatistics) -> list[Curve]:
-    """Return attention KL of each key head against width, closed form, on the calibration data."""
+    """Return the curve of each key head: attention KL of the closed form at several widths."""
     widths = curve_widths(layer.projections.width)
     samples = first_samples(layer.samples, CURVE_SEQUENCES)
     bases = [logit_bases(P, S) for P, S in zip(layer.query_moments, layer.key_moments, strict=True)]
@@ -133,7 +133,9 @@ def head_curves(layer: QueryKeyStatistics) -> list[Curve]:
 
 
 def curve_widths(width: int) -> list[int]:
-    """Return the widths of a curve, from 1 to K: all up to 32, otherwise small widths and steps.
+    """Return the widths of a curve, from 1 to K. These are all widths if K is at most 32.
+
+    For larger K, they are multiples of a step, K, and all widths below the step.
 
     Examples:
         >>> curve_widths(4), len(curve_widths(128)), curve_widths(128)[:6]
@@ -160,15 +162,15 @@ class Order:
     """Order in which the units (rotary pairs or single channels) of a key head are removed."""
 
     units: list[int]
-    """Indices of units, the first to be removed first; the last one is never removed."""
+    """Indices of units in the order of removal. The last unit is never removed."""
     widths: list[int]
-    """Remaining channels, ascending, from the last unit alone to all."""
+    """Ascending numbers of remaining channels, from the last unit alone to all units."""
     losses: list[float]
     """Attention KL at these widths."""
 
 
 def units_of(layer: QueryKeyStatistics) -> list[list[int]]:
-    """Return the channels that are removed together: pairs, and single channels without rotation."""
+    """Return the channels of each unit: rotary pairs, then single channels that are not rotated."""
     return [*layer.projections.pairs.tolist(), *([channel] for channel in layer.projections.unrotated)]
 
 
@@ -211,7 +213,7 @@ def rows_of(
 
 
 def _drawn_rows(tokens: Tensor, generator: torch.Generator) -> Int[Tensor, "N R"]:
-    """Draw rows of real tokens of each sequence, some rows twice if there are few."""
+    """Draw rows of real tokens of each sequence. Rows repeat if a sequence has too few real tokens."""
     weights, count = tokens.cpu().double() + 1e-300, min(PAIR_ROWS, tokens.shape[1])
     twice = bool((tokens.sum(1) < count).any())
     return torch.multinomial(weights, count, replacement=twice, generator=generator)
@@ -264,7 +266,7 @@ def removal_costs(rows: list[Rows], changes: list[Tensor], units: list[int]) -> 
 def kept_factors(
     layer: QueryKeyStatistics, whole: Factors, orders: list[Order], widths: list[int]
 ) -> Factors:
-    """Return the factors with the removed units set to zero."""
+    """Return the factors at the given widths: the channels of removed units are set to zero."""
     units = units_of(layer)
     query, key, kept = whole.query.clone(), whole.key.clone(), []
     for head, (order, width) in enumerate(zip(orders, widths, strict=True)):
@@ -282,7 +284,7 @@ def kept_factors(
 
 
 def calibrate(layer: QueryKeyStatistics, start: Factors, job: Job) -> Factors:
-    """Improve factors by Adam steps on mean attention KL.
+    """Return factors improved by Adam steps on mean attention KL.
 
     Factors A and B are balanced and stepped in whitened coordinates, so that one rate fits all heads. Each
     step reads a few random sequences. With rotary positions, a kept pair may become any linear map of the
@@ -294,7 +296,7 @@ def calibrate(layer: QueryKeyStatistics, start: Factors, job: Job) -> Factors:
     white_q, white_k = (whitening(moments) for moments in (layer.query_moments, layer.key_moments))
     white_q = white_q.repeat_interleave(groups, 0)
     a, b = torch.linalg.solve(white_q, start.query), torch.linalg.solve(white_k, start.key)
-    # A times this number and B divided by it are equally large, per column; rotation mixes columns
+    # Balance: columns of A and B get equal sizes. Rotation mixes columns, which then share one factor.
     size_a, size_b = a.square().sum(1).unflatten(0, (-1, groups)).mean(1), b.square().sum(1)
     if rotated:
         size_a, size_b = size_a.sum(-1, keepdim=True), size_b.sum(-1, keepdim=True)
@@ -303,10 +305,10 @@ def calibrate(layer: QueryKeyStatistics, start: Factors, job: Job) -> Factors:
     mask = torch.zeros(len(start.key), 1, layer.projections.width, dtype=torch.float32)
     for head, channels in enumerate(start.kept):
         mask[head, 0, channels] = 1
-    wide = layer.projections.width if rotated else max(map(len, start.kept))  # without more zeros
+    wide = layer.projections.width if rotated else max(map(len, start.kept))  # omit columns of zeros
     kept_k = mask[..., :wide].to(device)
     kept_q = kept_k.repeat_interleave(groups, 0)
-    # contiguous, because products of matrices in another layout round differently
+    # contiguous, because products of matrices in another memory layout round differently
     a, b = (factors.contiguous()[..., :wide].float().to(device).requires_grad_() for factors in (a, b))
     to_q, to_k = (factors.float().to(device) for factors in (white_q, white_k))
     optimizer = torch.optim.Adam([a, b], lr=RATE)
@@ -345,7 +347,7 @@ def _drawn(samples: list[Sample], generator: torch.Generator) -> Sample:
 
 
 def whitening(moments: Float64[Tensor, "G K K"]) -> Float64[Tensor, "G K K"]:
-    """Return S^−½, with S the moments divided by their mean eigenvalue; eigenvalues near 0 are raised."""
+    """Return S^−½, with S the moments divided by their mean eigenvalue. Eigenvalues near 0 are raised."""
     values, vectors = torch.linalg.eigh(moments)
     values = values / values.clamp(min=0).mean(-1, keepdim=True).clamp(min=1e-300)
     return (vectors / values.clamp(min=1e-4).sqrt()[:, None]) @ vectors.mT

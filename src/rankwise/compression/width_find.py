@@ -23,7 +23,7 @@ from rankwise.tracing.projections import Projection, QueryKeyProjections, observ
 
 
 def find(model: nn.Module, batch: Any) -> tuple[list[QueryKeyProjections], dict[str, str]]:
-    """Return the layers that work in any basis of queries and keys, and why each other layer is left out."""
+    """Return the layers that allow any basis of queries and keys, and why each other layer is left out."""
     return keep_passing(
         model,
         batch,
@@ -62,14 +62,14 @@ def _same(first: QueryKeyProjections, other: QueryKeyProjections) -> bool:
 def turned(model: nn.Module, layers: list[QueryKeyProjections]) -> Change:
     """Return the trial change: queries and keys of every head in a random basis of full width.
 
-    The two channels of a rotary pair are only rotated. The change affects outputs if code reads queries or
-    keys other than by their inner products.
+    The two channels of a rotary pair are only rotated. Outputs change only if the layer's code reads queries
+    or keys other than by their inner products.
     """
     return narrow_layers(model, [(layer, random_bases(layer)) for layer in layers], cache=False)
 
 
 def random_bases(layer: QueryKeyProjections) -> Factors:
-    """Draw random orthonormal factors of full width; the two channels of a rotary pair are only rotated."""
+    """Return random orthonormal factors of full width. The two channels of a rotary pair are only rotated."""
     generator = torch.Generator().manual_seed(0)
     free = torch.tensor(layer.unrotated, dtype=torch.long)
     bases = torch.eye(layer.width, dtype=torch.float64).repeat(layer.key_heads, 1, 1)
@@ -94,7 +94,7 @@ class Sample:
     operator: MixingOperator
     """Attention matrices (B, H, T, S)."""
     query: Float[Tensor, "B H T K"]
-    """Queries before their rotation by position, if there is one."""
+    """Queries. If they are rotated by position, queries before the rotation."""
     key: Float[Tensor, "B G S K"]
     tokens: Bool[Tensor, "B T"]
     """True for real tokens; rows of padding are not measured."""
@@ -109,7 +109,7 @@ class Sample:
         return self.query.shape[1] // self.key.shape[1]
 
     def turned(self, heads: Float[Tensor, "B h T r"]) -> Float[Tensor, "B h T r"]:
-        """Return queries or keys after the rotation."""
+        """Return queries or keys after the rotation, or unchanged if there is no rotation."""
         return heads if self.rotation is None else self.rotation(heads)
 
     def logit_change(
@@ -162,7 +162,7 @@ def collect_statistics(
     batches: Iterable[Any],
     on_step: Step = lambda what: None,
 ) -> list[QueryKeyStatistics]:
-    """Run the model and return second moments and all queries and keys of each layer that is called."""
+    """Run the model, and return second moments and all queries and keys of each layer that runs."""
     statistics: dict[str, QueryKeyStatistics] = {}
     for layer in layers:
         zeros = torch.zeros(layer.key_heads, layer.width, layer.width, dtype=torch.float64)
@@ -206,7 +206,7 @@ def _sample(layer: QueryKeyProjections, site: CapturedMixer, linear: list[Record
 
 
 def check_statistics(layers: list[QueryKeyStatistics]) -> None:
-    """Raise if queries or keys are not finite, or if there are too few tokens."""
+    """Raise `CompressionError` if queries or keys are not finite, or if there are too few tokens."""
     for layer in layers:
         if layer.broken:
             raise CompressionError(
@@ -219,6 +219,6 @@ def check_statistics(layers: list[QueryKeyStatistics]) -> None:
 
 
 def first_samples(samples: list[Sample], count: int) -> list[Sample]:
-    """Return the first samples with at least `count` sequences together; all samples if there are fewer."""
+    """Return the first samples that together have `count` sequences, or all samples if these have fewer."""
     before = accumulate((sample.query.shape[0] for sample in samples), initial=0)
     return [sample for sample, earlier in zip(samples, before, strict=False) if earlier < count]

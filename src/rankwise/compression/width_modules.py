@@ -19,9 +19,9 @@ from rankwise.tracing.projections import QueryKeyProjections, linear_parts
 Runs = list[tuple[int, int]]
 """Runs of consecutive channels, each as (first, count)."""
 RECORD = "_narrow_keys"
-"""Attribute of an attention layer whose cache keeps narrow keys: its `NarrowedKeys`."""
+"""Name of the attribute that keeps the `NarrowedKeys` record of an attention layer."""
 NARROWED = "_narrowed_linear"
-"""Attribute of a `NarrowProjection`: its `NarrowedLinear`."""
+"""Name of the attribute that keeps the `NarrowedLinear` record of a `NarrowProjection`."""
 OTHER_CLASS = "Load it into the class it was saved from."
 
 
@@ -60,17 +60,18 @@ def fill_zeros(narrow: Float[Tensor, "*B n"], channels: Int[Tensor, "n"], size: 
 
 
 class ReplacedLinear(nn.Module):
-    """Base class of modules in place of a linear layer, whose saved ``weight`` fits no linear layer.
+    """Base class of modules that replace a linear layer, with a placeholder ``weight`` of shape (1, 1).
 
-    So code that does not know compressed models cannot load them: instead of new random weights, it raises.
-    Families such as T5 and SigLIP initialize ``attention.q.weight`` and its bias by name.
+    The saved placeholder fits no linear layer. Code that cannot load compressed models therefore raises an
+    error, instead of a silent start from random weights. ``weight`` and ``bias`` also must exist because
+    families such as T5 and SigLIP initialize ``attention.q.weight`` and its bias by name.
     """
 
     weight: Tensor
     bias: Tensor | None
 
     def set_guard(self) -> None:
-        """Set ``weight`` on the device of the other weights."""
+        """Create the placeholder ``weight`` on the device of the module's other weights."""
         self.register_buffer("weight", torch.zeros(1, 1, device=device_of(self)))
 
 
@@ -86,10 +87,10 @@ class NarrowProjection(ReplacedLinear):
 
     def __init__(self, narrow: nn.Linear, runs: Sequence[tuple[int, int]], out_features: int) -> None:
         super().__init__()
-        self.narrow = narrow  # a linear layer; the part kv may replace it by a reader of latents
+        self.narrow = narrow  # a linear layer, which the part kv may replace by a `LatentProjection`
         self.runs: Runs = [(int(first), int(count)) for first, count in runs]
         self.in_features, self.out_features = narrow.in_features, out_features
-        # without a name, which is that of this module
+        # the record has no module name, because `structure_of` adds the current name
         self._narrowed_linear = NarrowedLinear(module="", out_features=out_features, runs=self.runs)
         self.set_guard()
         self.register_buffer("bias", None if narrow.bias is None else self.weight[0], persistent=False)
@@ -99,13 +100,13 @@ class NarrowProjection(ReplacedLinear):
         return fill_zeros(self.narrow(tokens), self.channels, self.out_features)
 
     def set_guard(self) -> None:
-        """Set ``weight`` and ``channels`` on the device of the other weights."""
+        """Create the placeholder ``weight`` and the index ``channels`` on the device of the other weights."""
         super().set_guard()
         self.register_buffer("channels", channel_index(self.runs, device_of(self)), persistent=False)
 
 
 class NarrowKeys(DynamicLayer):
-    """Cache layer that keeps keys as (B, 1, S, ΣK_h), without zeros; `update` returns keys in full."""
+    """Cache layer that keeps keys as (B, 1, S, ΣK_h), without zeros. `update` returns keys with zeros."""
 
     keys: Tensor
     values: Tensor
@@ -142,8 +143,8 @@ def replace_cache_layer(
 ) -> None:
     """Hook before an attention layer: replace its cache layer if it is exactly `DynamicLayer` and empty.
 
-    A layer that the cache does not have yet is appended. Caches of fixed size and windows stay: they keep
-    keys in full, and still work.
+    If the cache has no layer for this module yet, a new cache layer is appended. Caches of fixed size and
+    windows stay unchanged: they keep keys in full and still work.
     """
     cache = next((value for value in (*kwargs.values(), *args) if hasattr(value, "get_seq_length")), None)
     cache = getattr(cache, "self_attention_cache", cache)
@@ -180,7 +181,7 @@ class NarrowedKeys(BaseModel, extra="forbid"):
 
 
 def build_keys(model: nn.Module, *changes: NarrowedKeys) -> Change:
-    """Build the caches of narrow keys that records describe."""
+    """Return the change that installs the caches of narrow keys that records describe."""
     hooks = [
         AddedHook(
             record.module, "before", partial(replace_cache_layer, make=partial(NarrowKeys, record.runs))
@@ -192,7 +193,7 @@ def build_keys(model: nn.Module, *changes: NarrowedKeys) -> Change:
 
 
 def build(model: nn.Module, saved: NarrowedLinear) -> Change:
-    """Build the narrow layer that a record describes, with weights that are replaced by loading."""
+    """Return the change to the narrow layer that a record describes. Loading replaces its weights later."""
     expected = f"a linear layer with {saved.out_features} channels"
     module = find_module(model, saved.module)
     weight, bias = weights_of(saved.module, module, expected, lambda size: size[0] == saved.out_features)
@@ -201,7 +202,7 @@ def build(model: nn.Module, saved: NarrowedLinear) -> Change:
 
 
 def find_module(model: nn.Module, name: str) -> nn.Module:
-    """Return a module of a model that a record names; raise if there is none."""
+    """Return the module that a record names. Raise `CompressionError` if the model has no such module."""
     try:
         return model.get_submodule(name)
     except AttributeError:
@@ -212,7 +213,7 @@ def find_module(model: nn.Module, name: str) -> nn.Module:
 def weights_of(
     name: str, module: nn.Module, expected: str, fits: Callable[[torch.Size], bool]
 ) -> tuple[Float[Tensor, "O D"], Float[Tensor, "O"] | None]:
-    """Return weight and bias of a linear layer that a record names; raise if its sizes do not fit."""
+    """Return weight and bias of a linear layer. Raise `CompressionError` if the weight has a wrong shape."""
     parts = linear_parts(module)
     if parts is None or not fits(parts[0].shape):
         raise CompressionError(f"module {name!r}", expected=expected, got=f"{module!r}", fix=OTHER_CLASS)
@@ -274,7 +275,10 @@ def narrow_linear(
 def narrow_layers(
     model: nn.Module, plan: Sequence[tuple[QueryKeyProjections, Factors]], cache: bool = True
 ) -> Change:
-    """Build narrow projections from factors, each linear layer once, and key caches if `cache` is True."""
+    """Return the change that multiplies projections by factors, with key caches if `cache` is True.
+
+    Each linear layer is replaced once, also if it computes queries and keys.
+    """
     heads: dict[str, list[tuple[Tensor, Tensor, list[int]]]] = {}
     for layer, factors in plan:
         for side, matrices, groups in (

@@ -50,10 +50,10 @@ class Candidate:
 
 
 def solve(job: Job) -> Solution:
-    """Narrow queries and keys: choose widths under one budget, then calibrate and measure the factors.
+    """Return the change to narrow queries and keys: choose widths, then calibrate and measure the factors.
 
-    Curves are of the first sequences. If the cost on all calibration data exceeds the tolerance, curves are
-    measured on all of it, and then the tolerance is lowered.
+    Curves are measured on the first sequences. If the cost on all calibration data exceeds the tolerance,
+    curves are measured again on all data. If the cost is still too high, widths aim at a lower tolerance.
     """
     found, skipped = job.found
     collected = collect_statistics(job.model, found, job.batches, job.on_step)
@@ -76,7 +76,7 @@ def solve(job: Job) -> Solution:
                 layer.curves = _measured(layer)
         else:
             aim *= 0.9 * job.tolerance / cost
-    if whole:  # the model keeps its projections: its costs are 0 rather than the costs of a change of basis
+    if whole:  # the model keeps its projections, so its costs are exactly 0, without rounding errors
         costs = [[0.0] * len(losses) for losses in costs]
     heads: list[HeadWidth] = []
     plan: dict[str, Factors] = {}
@@ -127,7 +127,7 @@ def _candidate(layer: QueryKeyStatistics, job: Job) -> Candidate:
 
 
 def _measured(layer: Candidate) -> list[Curve]:
-    """Return the curves of the key heads of a layer with attention KL on all calibration data."""
+    """Return the curves of a layer's key heads, with attention KL measured on all calibration data."""
     widths = [widths for widths, _ in layer.curves]
     losses = [_by_key(layer.statistics, layer.start(list(each))) for each in zip(*widths, strict=True)]
     return list(zip(widths, map(list, zip(*losses, strict=True)), strict=True))
@@ -175,8 +175,8 @@ def allocate_widths(
 ) -> list[list[int]]:
     """Return the width of each key head, by layer, for a share of all widths or for a tolerance.
 
-    In layers that can have `measured_only` widths, other widths are rounded: down for a share, up for a
-    tolerance.
+    `measured_only` is True for layers that can have only the widths of their curves. Widths between these are
+    rounded down for a share, and up for a tolerance.
     """
     every = [*chain.from_iterable(curves)]
     if tolerance is not None:
@@ -197,7 +197,8 @@ def allocate_widths(
 def widths_under_budget(curves: list[Curve], budget: int) -> list[int]:
     """Return the widths of all heads that sum to a budget, with the least attention KL on the hulls.
 
-    The step that saves most is taken next. On convex curves this greedy choice is optimal.
+    The step that saves most is taken next. On convex curves this greedy choice is optimal. Raise
+    `CompressionError` if the budget is below the sum of the least widths.
 
     Examples:
         >>> widths_under_budget([([1, 2, 4], [1.0, 0.1, 0.0]), ([1, 2, 4], [0.3, 0.2, 0.15])], 4)
@@ -215,7 +216,7 @@ def widths_under_budget(curves: list[Curve], budget: int) -> list[int]:
 
 
 def widths_for_tolerance(curves: list[Curve], tolerance: float) -> list[int]:
-    """Return the least widths, in the order of `widths_under_budget`, with mean attention KL in a tolerance.
+    """Return the least widths, in the order of `widths_under_budget`, with mean KL within a tolerance.
 
     Examples:
         >>> widths_for_tolerance([([1, 2, 4], [1.0, 0.1, 0.0]), ([1, 2, 4], [0.3, 0.2, 0.15])], 0.2)

@@ -33,7 +33,7 @@ UNGATED = (
 TRAINING = "the model is in training mode: if it has dropout, losses are random; call model.eval()"
 UNREACHED = "no gradient, or only a part of it, reached it"
 Group = Callable[[Address], Hashable | None]
-"""Function from a head to a key: heads with equal keys are removed together, heads with key None never."""
+"""Function from a head to a key. Heads with equal keys are removed together, heads with None never."""
 
 
 class AblationCost(NamedTuple):
@@ -43,7 +43,7 @@ class AblationCost(NamedTuple):
     cost: float
     """Increase of the loss compared with the whole model."""
     relative: float
-    """Cost divided by the reference (usually the loss of the whole model); NaN if the reference is 0."""
+    """Cost divided by the reference (usually the loss of the whole model). NaN if the reference is 0."""
 
 
 @exclusive
@@ -67,8 +67,8 @@ def measure_importance(
     estimated by random projections. Without projections, half of the empirical Fisher information replaces
     it. ∂L/∂ξ_h is 0 if the loss measures the change of the output.
     Range: costs have the unit of the loss; below 0 the model is better without the head.
-    Cost: one forward pass of the first batch; per batch one forward pass, which is all that the loss alone
-    needs, and ``1 + probes`` backward passes for all heads together. Exact costs need one forward pass per
+    Cost: one forward pass of the first batch, and one forward pass per batch for the loss. Estimates need
+    ``1 + probes`` backward passes per batch for all heads together. Exact costs need one forward pass per
     head and block. The removable set needs about log2 of the number of heads, and at most 16 more.
     Source: gates as in Michel, Levy, Neubig, "Are Sixteen Heads Really Better than One?", 2019; second order
     as in LeCun, Denker, Solla, "Optimal Brain Damage", 1990.
@@ -80,12 +80,13 @@ def measure_importance(
         sites: as in `rankwise.capture`.
         blocks: as in `rankwise.capture`.
         heads: per mixer (address without a head), indices of heads to remove one by one; all by default.
-        group: function from a head to a key: heads with equal keys are removed together, with None never.
+        group: function from a head to a key. Heads with equal keys are removed together, with None never.
         on_progress: called with a description of each pass.
 
     Raises:
-        InputError: if the loss does not fit or is nowhere finite, or there is nothing to compare.
-        NotDifferentiableError: if no gradient reaches the heads; ``estimates=False, exact=True`` needs none.
+        InputError: if the loss does not fit the model, or is finite for no sequence, or if it only compares
+            outputs and the settings ask for no costs.
+        NotDifferentiableError: if no gradient reaches the heads. Exact costs need no gradients.
 
     Examples:
         >>> import torch
@@ -111,7 +112,7 @@ def measure_importance(
         if not settings.exact:
             raise
         settings = replace(settings, estimates=False)
-        passes, placed = _start(model, every, settings, capturing, say)  # the old sums are incomplete
+        passes, placed = _start(model, every, settings, capturing, say)  # sums of the failed run are partial
         notes.append(f"importance without estimates: no gradients flow ({error.got})")
         passes.whole()
     if passes.empty:
@@ -167,8 +168,8 @@ def ablation_cost(
     Cost: two forward passes per batch, and one more of the first batch.
 
     Arguments are as in `measure_importance`. Use other batches to check the choice of heads. ``heads`` are
-    addresses, as in the removable set. Raise `InputError` if the model has no such head, or as in
-    `measure_importance`.
+    addresses, as in the removable set. Raise `InputError` if the model lacks one of the heads, or in the
+    cases of `measure_importance`.
 
     Examples:
         >>> import torch
@@ -189,9 +190,9 @@ def ablation_cost(
 def sort_by_cost(
     heads: Mapping[Address, HeadImportance], *, exact: bool, group: Group | None = None
 ) -> list[list[Address]]:
-    """Return groups of heads, cheapest group first; the cost of a group is the sum over its heads.
+    """Return groups of heads, cheapest group first. The cost of a group is the sum over its heads.
 
-    Groups with a head of unknown cost are left out. ``exact`` sorts by exact costs, otherwise by estimates.
+    Costs are exact if ``exact`` is True, otherwise estimates. Groups with an unknown cost are left out.
 
     Examples:
         >>> heads = {Address(head=head): HeadImportance(exact=cost) for head, cost in enumerate([0.3, 0.1])}
@@ -218,7 +219,7 @@ def _start(
     capturing: dict[str, Any],
     say: Callable[[str], None],
 ) -> tuple[GatedPasses, dict[str, tuple[str, int]]]:
-    """Run the first batch and choose a loss; return the passes, and stack and layer by name of block."""
+    """Run the first batch and choose a loss. Return the passes, and the stack and layer of each block."""
     say("the first batch, to see its output")
     inputs = drop_unused_labels(model, every[0])[0]
     placed: dict[str, tuple[str, int]] = {}
@@ -242,7 +243,7 @@ def _start(
 def _estimates(
     passes: GatedPasses, placed: Mapping[str, tuple[str, int]], notes: list[str]
 ) -> tuple[dict[Address, HeadImportance], dict[str, BlockImportance]]:
-    """Return the estimates of all heads and all blocks (by name); add a note on mixers without estimates."""
+    """Return the estimates of all heads and all blocks (by name). Add a note on mixers without estimates."""
     heads: dict[Address, HeadImportance] = {}
     blocks: dict[str, BlockImportance] = {}
     settings, unreached = passes.settings, list[str]()
@@ -271,7 +272,7 @@ def _remove_each(
     heads: dict[Address, HeadImportance],
     blocks: dict[str, BlockImportance],
 ) -> None:
-    """Remove chosen heads and all blocks one by one; add exact costs to the dicts ``heads``, ``blocks``."""
+    """Remove chosen heads and all blocks one by one. Add exact costs to the dicts ``heads``, ``blocks``."""
     runs = [
         mixer.at(head)
         for mixer, count in dict(passes.mixers.values()).items()
@@ -289,7 +290,7 @@ def _remove_each(
 def _search(
     passes: GatedPasses, heads: Mapping[Address, HeadImportance], group: Group | None, notes: list[str]
 ) -> RemovableSet | None:
-    """Find a large set of heads whose joint removal costs at most the tolerance, as measured by a run.
+    """Return a large set of heads whose joint removal costs at most the tolerance, as measured by a run.
 
     Heads are sorted by single costs, exact if all are known. Bisection finds how many of the cheapest heads
     can be removed, assuming that the cost rises with their number. Then more heads are tried one by one.

@@ -115,7 +115,7 @@ class Removal(Intervention):
         self._heads = {key: frozenset(chosen) for key, chosen in heads.items()}
 
     def on_heads(self, heads: HeadOutputs) -> Tensor | None:
-        """Return the outputs with removed heads replaced; None if no head of this call is removed."""
+        """Return the outputs with zeros for removed heads. Return None if no head of this call is removed."""
         chosen = self._heads.get(heads.call_id)
         if not chosen:
             return None
@@ -129,7 +129,7 @@ class Removal(Intervention):
 
 
 def incomplete_gates(nodes: Iterable[Any], gates: Iterable[Tensor]) -> set[int]:
-    """Return `id`s of gates with an incomplete gradient: an operation after the gate has no backward.
+    """Return the `id`s of gates with incomplete gradients: an operation after the gate has no backward pass.
 
     Such a gate gets only the part of its gradient that flows on other paths, such as the residual stream.
     """
@@ -140,7 +140,7 @@ def incomplete_gates(nodes: Iterable[Any], gates: Iterable[Tensor]) -> set[int]:
 
 @no_type_check  # runtime type checks of thousands of nodes are slow
 def graph_nodes(*starts, around=None):
-    """Return all autograd nodes that a backward pass from the nodes ``starts`` reaches around a node."""
+    """Return all autograd nodes that a backward pass from ``starts`` reaches without the node ``around``."""
     seen = set()
     todo = [node for node in starts if node is not None]
     while todo:
@@ -152,7 +152,7 @@ def graph_nodes(*starts, around=None):
 
 
 class GateSums:
-    """Per gate, sums over sequences of the gradient, its square, and the squared gradient of projections.
+    """Sums over sequences for each gate: gradients, squared gradients, and squared gradients of projections.
 
     A projection (probe) multiplies the output by a random vector.
     """
@@ -194,7 +194,7 @@ class GatedPasses:
         self.count = self._total = self._reference_sum = 0.0
         self.sequences = self.nonfinite_sequences = self.empty = self.forward = self.backward = 0
         self.mixers: dict[CallId, tuple[Address, int]] = {}
-        """Address and number of heads of each mixer call that has gates; runs of a stack share addresses."""
+        """Address and number of heads of each mixer call with gates. Repeated runs share addresses."""
         self.ungated: dict[tuple[Address, int], None] = {}
         self.heads: dict[Address, GateSums] = {}
         self.blocks: dict[str, GateSums] = {}
@@ -237,7 +237,7 @@ class GatedPasses:
     def _run_gated(
         self, batch: LossBatch, blocks: Iterable[str], generator: torch.Generator, gradients: bool
     ) -> None:
-        """Run one batch with gates; add its losses, gradients and mixers to the sums."""
+        """Run one batch with gates, and add its losses, gradients and mixers to the sums."""
         gates = Gates(blocks, batch_size(batch.batch))
         mixers: dict[CallId, tuple[Address, int]] = {}
 
@@ -245,7 +245,7 @@ class GatedPasses:
             mixers[site.call_id] = site.address(), site.operator.shape[-3]
 
         try:
-            with torch.set_grad_enabled(gradients):  # gradients, even inside torch.no_grad
+            with torch.set_grad_enabled(gradients):  # overrides torch.no_grad around the call
                 output = self._run(batch, gates, note)
                 for key, mixer in mixers.items():
                     gate = gates.of_heads.get(key)
@@ -274,9 +274,9 @@ class GatedPasses:
     def _backward(
         self, gates: Gates, output: Any, losses: SequenceLosses, batch: LossBatch, generator: torch.Generator
     ) -> None:
-        """Run backward from the loss of a batch and from random projections; add the gates' gradients.
+        """Run backward from the loss of a batch and from random projections, and add the gates' gradients.
 
-        A module that runs several times in a pass has several gates; they are one gate, so gradients add up.
+        If a module runs several times in a pass, its gates count as one gate: their gradients are added.
         """
         finite = losses.finite
         gated = {key: gate for key, gate in gates.of_heads.items() if key in self.mixers}
@@ -306,7 +306,7 @@ class GatedPasses:
                 sums.add(summed, self.probes if probe else 0)
 
     def estimates(self, sums: GateSums | None, gates: int) -> list[dict[str, float]]:
-        """Return the estimates per gate as fields of `HeadImportance`; empty dicts without gradients."""
+        """Return the estimates per gate as fields of `HeadImportance`. Without gradients, dicts are empty."""
         if sums is None or sums.unreached:
             return [{} for _ in range(gates)]
         if self.probes:
@@ -321,7 +321,7 @@ class GatedPasses:
         ]
 
     def by_call(self, heads: Iterable[Address]) -> dict[CallId, list[int]]:
-        """Return head indices grouped by mixer call; raise if the model has no such head with a gate."""
+        """Return head indices by mixer call. Raise `InputError` if a head is unknown or has no gate."""
         counts, calls = dict(self.mixers.values()), dict[Address, list[CallId]]()
         for key, (mixer, _) in self.mixers.items():
             calls.setdefault(mixer, []).append(key)
@@ -372,8 +372,8 @@ class GatedPasses:
 
 
 def _by_sequence(gradient: Tensor, finite: Tensor) -> Floats:
-    """Return gradients (B, gates) of sequences with a finite loss; one row if a gate has no batch axis."""
+    """Return gradients (B, gates) of sequences with a finite loss. Return one row without a batch axis."""
     rows = as_float64(gradient.detach()).reshape(len(gradient), -1)
-    if rows.shape[0] % len(finite) == 0:  # windows of a sequence are adjacent rows
+    if rows.shape[0] % len(finite) == 0:  # add up windows, which are adjacent rows
         return rows.unflatten(0, (len(finite), -1)).sum(1)[finite.to(rows.device)].cpu().numpy()
     return rows.sum(0, keepdim=True).cpu().numpy()

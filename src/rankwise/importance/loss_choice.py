@@ -1,4 +1,4 @@
-"""Choose the loss of a model from the model, its batches and its output; compute it on batches."""
+"""Choose the loss of a model from the model, its batches and its output."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -33,19 +33,19 @@ MASKED_SHARE = 0.15
 """Fraction of tokens that are masked, as in the training of masked language models."""
 
 SAME_LOSS = 0.01
-"""Maximum relative difference of two values of the same loss, in bfloat16."""
+"""Largest relative difference, due to bfloat16, between two computations of the same loss."""
 Given = Callable[[LossBatch], Tensor | None]
 
 CAUSAL_CLASSES = ("ForCausalLM", "LMHeadModel", "LMHead", "DoubleHeadsModel")
 NOT_ONE_CLASS = ("regression", "multi_label_classification")
-"""Problem types of transformers in which logits are no choice among classes."""
+"""Problem types of transformers in which logits do not choose one of several classes."""
 MASKED_CLASSES = ("ForMaskedLM", "ForPreTraining")
 
 
 def model_loss(
     model: nn.Module, batches: Sequence[Batch], settings: ImportanceSettings | None = None
 ) -> Loss:
-    """Return the loss that fits a model and its batches, which is run on the first batch for this.
+    """Return the loss that fits a model, its batches and its output on the first batch.
 
     Cost: one forward pass of the first batch.
 
@@ -85,17 +85,17 @@ def choose_loss(
 
 
 def _fitting_loss(model: nn.Module, batch: LossBatch, output: Any, settings: ImportanceSettings) -> Loss:
-    """Return the loss that the settings name; for ``auto``, the loss that fits model, batch and output.
+    """Return the loss that the settings name. For ``auto``, return the loss that fits the output.
 
     ``auto`` chooses the first loss that fits: next tokens of causal and encoder-decoder language models;
-    labels of the batch; masked tokens of masked language models, if the mask token is known; otherwise the
-    change of the output (KL divergence of ``logits``, or relative squared change).
+    labels of the batch; masked tokens of masked language models, if the mask token is known; the model's own
+    loss; otherwise the change of the output (KL divergence of ``logits``, or relative squared change).
     """
     loss, mask_token = settings.loss, settings.mask_token
     if callable(loss):
         return FunctionLoss(loss, getattr(loss, "__name__", type(loss).__name__))
     returned = loss_of(output)
-    # an argument named `y` of a model that returns no loss may be an input
+    # if the model returns no loss, its argument `y` may be an input, so labels are not read by position
     given = partial(_given, None if returned is None else label_position(model))
     makers: dict[str, Callable[[], Loss]] = {
         "causal": lambda: _next_tokens(batch, output, "input_ids", "causal", given),
@@ -126,9 +126,10 @@ def _fitting_loss(model: nn.Module, batch: LossBatch, output: Any, settings: Imp
 def _nearest(
     returned: Tensor, name: LossName, batch: LossBatch, output: Any, makers: Mapping[str, Callable[[], Loss]]
 ) -> tuple[LossName, float]:
-    """Return the loss, with labels shifted or as they are, that is nearest to the model's own, and how near.
+    """Return the name of the loss that is nearest to the model's own loss, and the difference of the two.
 
-    Labels of transformers' causal models are shifted by the model, others usually by the user.
+    The choice is between labels that the model shifts by one token, as causal models of transformers do, and
+    labels that the user has shifted.
     """
     errors: dict[LossName, float] = {}
     other: LossName = "labels" if name == "causal" else "causal"
@@ -149,7 +150,7 @@ def _fitting(
     decodes = config_value(model, "is_encoder_decoder")
     generates = any(name.endswith(CAUSAL_CLASSES) for name in names) or (callable(ask) and bool(ask()))
     logits = named_tensor(output, "logits")
-    if logits is None and (generates or labels is not None):  # a tuple or other names
+    if logits is None and (generates or labels is not None):  # `output` is a tuple or has other names
         if returned is output:
             return "own"
         logits = first_floating(output)
@@ -170,7 +171,10 @@ def _fitting(
 
 
 def _given(position: int | None, batch: LossBatch) -> Tensor | None:
-    """Return the labels in a batch: by name in a dict, by position or as y of (x, y) in a tuple; or None."""
+    """Return the labels in a batch. Return None if there are none.
+
+    In a dict, labels are found by name. In a tuple, labels are y of (x, y), or the item at ``position``.
+    """
     given, labels = batch.original, None
     if isinstance(given, Mapping):
         labels = next((given[name] for name in LABELS if name in given), None)
@@ -183,8 +187,8 @@ def _given(position: int | None, batch: LossBatch) -> Tensor | None:
 def _may_be_classes(model: nn.Module, logits: Tensor) -> bool:
     """Return True if a softmax of logits (B, C) or (B, T, C) may be over classes.
 
-    One logit is a score. A model that states numbers of classes has logits of one of them, else values such
-    as pixels.
+    One logit is a score. If the configuration states numbers of classes and C is none of these, logits are
+    values such as pixels.
     """
     kind = config_value(model, "problem_type")
     if logits.dim() not in (2, 3) or logits.shape[-1] < 2 or kind in NOT_ONE_CLASS:
@@ -194,9 +198,9 @@ def _may_be_classes(model: nn.Module, logits: Tensor) -> bool:
 
 
 def class_counts(config: Any) -> set[int]:
-    """Return the numbers of words and labels in a configuration and in the ones inside it, also plus one.
+    """Return the numbers of words and labels in a configuration and its inner configurations.
 
-    Detection has one more class, "no object".
+    Each number plus one is also returned, because detection has one more class, "no object".
     """
     inner = [value for value in getattr(config, "__dict__", {}).values() if hasattr(value, "model_type")]
     named = [config_value(config, name) for name in ("vocab_size", "num_labels")]
@@ -206,7 +210,7 @@ def class_counts(config: Any) -> set[int]:
 
 def _of_places(labels: Tensor, output: Any) -> bool:
     """Return True if labels are one integer per position of the logits, with at least two classes."""
-    shape = logits_of(output).shape  # with choices on an axis of their own, the model's own loss is used
+    shape = logits_of(output).shape  # 4 axes are multiple choice, which has the model's own loss
     fits = labels.shape == shape[:-1] and len(shape) < 4
     return fits and not labels.is_floating_point() and shape[-1] > 1
 

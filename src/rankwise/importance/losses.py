@@ -21,9 +21,9 @@ from rankwise.errors import InputError
 IGNORE_INDEX = -100
 """Label of positions that are not predicted, as in PyTorch and transformers."""
 AUXILIARY = re.compile(
-    r"hidden_state|attentions|past_key_values|cache|^encoder_|^pooler|^sentence_|^(loc|scale|static)"
+    r"hidden_state|attentions|past_key|cache|^(encoder_|pooler|sentence_|loc$|scale$|static)"
 )
-"""Names of fields of an output that are not its result: inner states, pooled states, scales of the input."""
+"""Pattern of output fields that are not the model's result, such as inner states and scales of the input."""
 CHUNK = 2**22
 """Number of logits whose softmax is computed at once: 16 MiB in float32."""
 LOSS_HINT = (
@@ -36,26 +36,29 @@ LossFunction = Callable[[Any, Any], Tensor]
 
 
 def logits_of(output: Any) -> Tensor:
-    """Return ``logits`` of a model's output; without this name, the first floating-point tensor."""
+    """Return ``logits`` of a model's output. If there is no such field, return the first floating tensor."""
     named = named_tensor(output, "logits")
     return first_floating(output) if named is None else named
 
 
 def loss_of(output: Any) -> Tensor | None:
-    """Return ``loss`` of a model's output; without this name, the only floating-point number, or None."""
+    """Return ``loss`` of a model's output. If there is no such field, return the only floating-point scalar.
+
+    Return None if there are no scalars, or several.
+    """
     numbers = [value for value in _floating(output) if value.numel() == 1 and value.dim() < 2]
     only = numbers[0] if len(numbers) == 1 else None
     return only if (named := named_tensor(output, "loss")) is None else named
 
 
 def named_tensor(output: Any, name: str) -> Tensor | None:
-    """Return the floating-point tensor ``name`` of a model's output; None if there is none."""
+    """Return the floating-point tensor ``name`` of a model's output. Return None if there is none."""
     value = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
     return value if isinstance(value, Tensor) and value.is_floating_point() else None
 
 
 def first_floating(output: Any) -> Tensor:
-    """Return the first floating-point tensor (B, …) of a model's output; raise if there is none."""
+    """Return the first floating-point tensor (B, …) of an output. Raise `InputError` if there is none."""
     for tensors in results_of(output).values():
         return tensors[0]
     shape = f" {tuple(output.shape)} {output.dtype}" if isinstance(output, Tensor) else ""
@@ -69,9 +72,9 @@ def first_floating(output: Any) -> Tensor:
 def results_of(output: Any) -> dict[str, list[Tensor]]:
     """Return the floating-point tensors (B, …) that are the result of a model, by the name of their field.
 
-    Of the fields of an output, these are all with "logits" in their names; otherwise ``last_hidden_state``;
-    otherwise all but those that `AUXILIARY` names. Of a tuple, the first item with such tensors. A field may
-    hold a tuple of tensors.
+    The result is the fields with "logits" in their names. Without such fields, it is ``last_hidden_state``.
+    Without that, it is all fields that do not match `AUXILIARY`, or the first field if all match. A tuple
+    counts as one field: its first item with such tensors. A field may hold a tuple of tensors.
     """
     fields = output if isinstance(output, Mapping) else getattr(output, "__dict__", {})
     if isinstance(output, Tensor | tuple | list) or not fields:
@@ -96,7 +99,7 @@ def _floating(output: Any) -> list[Tensor]:
 
 
 def real_tokens(batch: Batch, shape: Sequence[int], decoder: bool = False) -> Bool[Tensor, "B *T"]:
-    """Return the mask of real tokens in a batch; all True if the batch has no mask of this shape.
+    """Return the mask of real tokens in a batch. All tokens are real if the batch has no mask of the shape.
 
     With ``decoder`` the decoder's mask is used, because the encoder's mask does not apply to its outputs.
     """
@@ -107,7 +110,7 @@ def real_tokens(batch: Batch, shape: Sequence[int], decoder: bool = False) -> Bo
 
 
 def token_ids(batch: Batch, name: str = "input_ids") -> Tensor | None:
-    """Return token ids (B, T): `name` of a dict, or the first integer tensor of a tuple; None if absent."""
+    """Return token ids (B, T): `name` of a dict or first integer matrix of a tuple. Return None if absent."""
     tensors = tensors_of(batch)
     if name in tensors:
         return tensors[name]
@@ -118,7 +121,7 @@ def token_ids(batch: Batch, name: str = "input_ids") -> Tensor | None:
 
 
 def real_outputs(output: Any, batch: Batch, values: Tensor) -> Bool[Tensor, "B *T"]:
-    """Return the mask (B, T) of real tokens in values (B, T, …) of an output; all True for values (B, C)."""
+    """Return the mask of real tokens in values (B, T, …) of an output. All values (B, C) count as real."""
     named = output if isinstance(output, Mapping) else getattr(output, "__dict__", {})
     decoded = isinstance(batch, Mapping) and any(str(name).startswith("decoder_") for name in batch)
     decoder = decoded or named.get("encoder_last_hidden_state") is not None
@@ -147,7 +150,7 @@ class SequenceLosses:
     total: Float[Tensor, " B"]
     count: Float[Tensor, " B"]
     reference: Float[Tensor, " B"] | None = None
-    """Sum by which costs are divided, such as an entropy; None if costs are divided by the loss itself."""
+    """Sum by which costs are divided, such as an entropy. None if costs are divided by the loss itself."""
 
     @property
     def finite(self) -> Bool[Tensor, " B"]:
@@ -156,7 +159,7 @@ class SequenceLosses:
 
 
 class Loss(ABC):
-    """Base class of losses; a head's importance is the increase of the loss if the head is removed."""
+    """Base class of losses. A head's importance is the increase of the loss if the head is removed."""
 
     name: str
     unit: str
@@ -165,18 +168,18 @@ class Loss(ABC):
     compares_outputs = False
     """True if the loss measures the change of the output, so that its gradient is 0 for the whole model."""
     prepare: Callable[[Any, Any, int], LossBatch] = LossBatch
-    """Function of the model's input, the original batch and its number; it may mask tokens."""
+    """Function that builds a `LossBatch` from input, original batch and number. It may mask tokens."""
     note = ""
-    """Why labels of the batches do not count."""
+    """Reason why the loss does not use labels of the batches. Empty if there is none."""
     half = 0.5
-    """The second-order change of the loss is `half` times the expected squared gradient of a projection; 0 if
-    the loss has no projections."""
+    """Factor: the second-order change of the loss is `half` times the expected squared gradient of a
+    projection. 0 if the loss has no projections."""
 
     def check(self, batches: Sequence[LossBatch], output: Any) -> None:  # noqa: B027 - most check nothing
-        """Raise if the loss cannot be computed on a batch; ``output`` is the output for the first batch."""
+        """Raise `InputError` if the loss does not fit a batch. ``output`` belongs to the first batch."""
 
     def keep(self, output: Any, batch: LossBatch) -> Any:
-        """Return the part of the whole model's output that later passes are compared with, or None."""
+        """Return the part of the whole model's output that later passes need for comparison, if any."""
         return None
 
     @abstractmethod
@@ -184,16 +187,16 @@ class Loss(ABC):
         """Return the loss of each sequence, differentiable by the output."""
 
     def __call__(self, model: nn.Module, batch: Batch, number: int = 0) -> Tensor:
-        """Return the mean loss per label of a batch; differentiable, and in the mode of the model.
+        """Return the differentiable mean loss per label of a batch. The model stays in its present mode.
 
-        ``number`` is the index of the batch: masked tokens are drawn with the seed plus this number. Raise if
-        the loss compares outputs.
+        ``number`` is the index of the batch: masked tokens are drawn with the seed plus this number. Losses
+        that compare outputs cannot be called.
         """
         losses = self.read(*self._run(model, batch, number, seed=None))
         return losses.total.sum() / losses.count.sum()
 
     def mean(self, model: nn.Module, batches: Iterable[Batch]) -> float:
-        """Return the mean loss per label of all batches, in evaluation mode and without gradients."""
+        """Return the mean loss per label, in evaluation mode without gradients. NaN if no label counts."""
         total = count = 0.0
         with eval_mode(model), torch.no_grad():
             for number, batch in enumerate(batches):
@@ -208,10 +211,10 @@ class Loss(ABC):
         return run_model(model, to_device(prepared.batch, device_of(model)), seed=seed), prepared
 
     def probe(self, output: Any, batch: LossBatch, generator: torch.Generator) -> Float[Tensor, " B"]:
-        """Return a random projection of the output per sequence; called only if `half` is above 0.
+        """Return a random projection of the output per sequence. Losses with `half` 0 do not need this.
 
-        The expected value of its squared gradient, times `half`, is the Gauss–Newton estimate of the change
-        of the sequence's loss.
+        The expected squared gradient of the projection, times `half`, is the Gauss–Newton estimate of the
+        change of the sequence's loss.
         """
         raise NotImplementedError
 
@@ -232,7 +235,7 @@ class LabelLoss(Loss):
     note: str = ""
 
     def check(self, batches: Sequence[LossBatch], output: Any) -> None:
-        """Raise if only some batches have labels, or a label is not a class of the logits."""
+        """Raise `InputError` if only some batches have labels, or a label is not a class of the logits."""
         first, classes = self.given and self.given(batches[0]), logits_of(output).shape[-1]
         for batch in batches:
             given = self.given and self.given(batch)
@@ -258,7 +261,7 @@ class LabelLoss(Loss):
     def read(self, output: Any, batch: LossBatch) -> SequenceLosses:
         """Return the sum of cross-entropies over the labels of each sequence, and the number of labels."""
         logits, labels = self.logits_and_labels(output, batch)
-        # labels are extended, because a gradient of shorter logits would need a copy of all
+        # extend labels rather than cut logits, because the gradient of cut logits would copy all logits
         extended = F.pad(labels, (0, logits.shape[1] - labels.shape[1]), value=IGNORE_INDEX)
         lost = _by_tokens(_cross_entropy, logits, extended)[:, : labels.shape[1]]
         return SequenceLosses(as_float64(lost).sum(1), as_float64((labels != IGNORE_INDEX).sum(1)))
@@ -373,7 +376,7 @@ class StateLoss(Loss):
 
 
 class FunctionLoss(Loss):
-    """A loss from a user's function or from the model: a number per sequence, or one for the batch."""
+    """Loss from a user's function or from the model: one number per sequence, or one for the batch."""
 
     unit = "unit of the function"
     half = 0.0
@@ -395,7 +398,7 @@ class FunctionLoss(Loss):
 
 
 def invalid_label(labels: Tensor, classes: int) -> str:
-    """Return the wrong dtype or the first label that is not a class; "" if all labels are classes."""
+    """Return the wrong dtype or the first label that is not a class. Return "" if all labels are classes."""
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
         return str(labels.dtype)
     out = labels[((labels < 0) | (labels >= classes)) & (labels != IGNORE_INDEX)]
@@ -403,9 +406,10 @@ def invalid_label(labels: Tensor, classes: int) -> str:
 
 
 def _by_tokens(function: Callable[..., Tensor], *values: Tensor) -> Tensor:
-    """Return ``function`` of tensors (B, T, …) in chunks of tokens, each computed again for its gradient.
+    """Return ``function`` of tensors (B, T, …), computed in chunks of tokens to save memory.
 
-    Softmax over a large vocabulary otherwise holds several times the memory of the logits.
+    A backward pass computes each chunk again. Without chunks, a softmax over a large vocabulary would hold
+    several times the memory of the logits.
     """
     step = max(1, CHUNK // (values[0].shape[0] * values[0].shape[2]))
     chunks = [*zip(*(value.split(step, 1) for value in values), strict=True)]
@@ -417,7 +421,7 @@ def _by_tokens(function: Callable[..., Tensor], *values: Tensor) -> Tensor:
 
 def _cross_entropy(logits: Float[Tensor, "B T V"], labels: Int[Tensor, "B T"]) -> Float[Tensor, "B T"]:
     left_out = labels == IGNORE_INDEX
-    rows = _wide(logits).masked_fill(left_out[..., None], 0)  # NaN there would reach the gradient
+    rows = _wide(logits).masked_fill(left_out[..., None], 0)  # NaN in them would reach the gradient
     lost = F.cross_entropy(rows.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=IGNORE_INDEX)
     return lost.view(labels.shape)
 
@@ -435,7 +439,7 @@ def _divergence(logits: Float[Tensor, "B T V"], whole: Float[Tensor, "B T V"]) -
 def _fisher_projection(
     logits: Float[Tensor, "B T V"], counts: Bool[Tensor, "B C"], generator: torch.Generator
 ) -> Float[Tensor, " B"]:
-    """Return a projection of the logits of the first C tokens of each sequence, where ``counts`` is True."""
+    """Return the projection uᵀ · logits per sequence, over the first C tokens where ``counts`` is True."""
     (sequences, tokens), (_, longest, classes) = counts.shape, logits.shape
     drawn = torch.randn(sequences, tokens, classes, generator=generator, dtype=torch.float32).to(logits)
     u = F.pad(drawn, (0, 0, 0, longest - tokens))
@@ -455,6 +459,6 @@ def _wide(logits: Tensor) -> Tensor:
 
 
 def _token_logits(output: Any) -> Float[Tensor, "B T V"]:
-    """Return the logits (B, T, V) of an output; logits of classifiers (B, V) get T = 1."""
+    """Return the logits (B, T, V) of an output. Logits (B, V) of classifiers get T = 1."""
     logits = logits_of(output)
     return logits[:, None] if logits.dim() == 2 else logits

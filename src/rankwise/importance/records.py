@@ -1,4 +1,4 @@
-"""Importance of heads and blocks as an audit saves it, merged over shards of the data; imports no torch."""
+"""Records of importance, as audits save and merge them. This module does not import torch."""
 
 import math
 from collections.abc import Iterable
@@ -35,7 +35,7 @@ class HeadImportance(Record):
     exact: Number = math.nan
     """Exact cost of removal, by a run without the head."""
     why_not: str = ""
-    """Reason why no number is known; empty if a number is known."""
+    """Reason why no number is known. Empty if a number is known."""
 
     @property
     def cost(self) -> float:
@@ -57,7 +57,7 @@ class BlockImportance(HeadImportance):
 
 
 class RemovableSet(Record):
-    """Largest set of heads that the search found to be removable together; the model was run without them."""
+    """Largest set of heads that a search found to be removable together, by runs without these heads."""
 
     heads: list[Address]
     tolerance: Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -75,12 +75,12 @@ class RemovableSet(Record):
 
 
 class ImportanceRecord(Record):
-    """How importance was measured: loss, settings and numbers of runs; blocks and removable heads."""
+    """Record of how importance was measured, with the importance of blocks and the removable heads."""
 
     loss: str
     unit: str
     value: Number
-    """Loss of the whole model; 0 if the loss measures the change of the output."""
+    """Loss of the whole model. 0 if the loss measures the change of the output."""
     reference: Number
     """Number by which costs are divided: the loss, an entropy or a squared norm."""
     reference_name: str = "the loss"
@@ -97,7 +97,7 @@ class ImportanceRecord(Record):
     removable: RemovableSet | None = None
     forward: Count = 0
     backward: Count = 0
-    """Number of backward passes of one batch; `forward` is the number of forward passes of one batch."""
+    """Number of backward passes, each of one batch. `forward` is the number of forward passes."""
     notes: list[str] = Field(default_factory=list)
 
     @property
@@ -106,7 +106,7 @@ class ImportanceRecord(Record):
         return f"{self.loss} ({self.unit})"
 
     def share(self, cost: float) -> float:
-        """Return a cost divided by the reference; NaN if the reference is 0."""
+        """Return a cost divided by the reference. Return NaN if the reference is 0."""
         return cost / self.reference if self.reference else math.nan
 
 
@@ -123,9 +123,9 @@ class Importance:
     """False if Ctrl-C stopped the removals."""
 
     def merge(self, other: "Importance") -> None:
-        """Merge costs from other sequences: they become means over all tokens.
+        """Add the importance measured on other sequences: costs become means over all tokens.
 
-        The removable set becomes None. Raise `RecordError` if the settings of the two differ.
+        The removable set becomes None. Raise `RecordError` if the two were measured with different settings.
         """
         first, second = self.record, other.record
         for name in SETTINGS:
@@ -191,7 +191,7 @@ class Agreement:
 
 
 def agreement(importances: Iterable[HeadImportance | None]) -> Agreement | None:
-    """Compare estimated with exact costs; None if fewer than three heads or blocks have both.
+    """Return how estimated costs agree with exact costs. Return None if fewer than three have both costs.
 
     Examples:
         >>> both = [(1.0, 1.0), (2.0, 4.0), (3.0, 12.0)]

@@ -18,12 +18,13 @@ class ImportanceSettings:
     With ``estimates=False``, and not ``exact``, the loss alone is measured, without costs of removal.
 
     Args:
-        exact: also remove heads one by one; audits remove only measured state-space channels.
+        exact: also remove heads one by one. For state-space channels, audits remove only measured channels.
         estimates: compute gradients.
         tolerance: allowed cost of removing a set of heads together, as a fraction of the loss. If the loss
-            measures change, a fraction of the entropy of predictions or the squared norm. None: no search.
-        loss: a name in `rankwise.importance.LOSSES`, or a function of (output, batch). It cannot read what a
-            run writes into the model, such as an auxiliary loss in an attribute, which is restored before.
+            measures a change of the output, it is a fraction of the entropy of predictions or of the squared
+            norm of the output. If it is None, no set is searched.
+        loss: a name in `rankwise.importance.LOSSES`, or a function of (output, batch). The function cannot
+            read attributes that a run writes into the model, because they are restored before.
         probes: random projections of the output per batch for the curvature, one backward pass each.
         seed: random seed of projections and masked tokens.
         mask_token: id of the mask token, for masked language models.
@@ -53,7 +54,10 @@ ImportanceOption = bool | Literal["exact"] | ImportanceSettings
 
 
 def importance_settings(value: ImportanceOption, tokenizer: Any = None) -> ImportanceSettings | None:
-    """Return settings from a value of `importance=`; the tokenizer's mask token is used if none is set."""
+    """Return settings for a value of `importance=`. Return None for False.
+
+    The mask token of the tokenizer is used if the settings have none.
+    """
     if value is False:
         return None
     if value is True or value == "exact":

@@ -31,10 +31,10 @@ from rankwise.report.head_details import pack_attention_maps, pack_spectra
 from rankwise.report.heatmap_grid import Grid, grids_of
 
 MOST_LAYERS, FEW_LAYERS = 16, 5
-"""Maximum number of layers on the first screen, without and with errors."""
+"""Maximum number of layers on the first screen: if no finding is an error, and if a finding is an error."""
 _CONSOLE_HEADS = [measure for measure in HEAD_MEASURES if measure.console]
 _STATES = sorted(STATE_MEASURES, key=lambda measure: not measure.console)
-"""Measures of token states, those of the console first."""
+"""Measures of token states. Measures that the console shows come first."""
 
 
 def audit_document(audit: Audit) -> Document:
@@ -108,7 +108,7 @@ def audit_document(audit: Audit) -> Document:
 
 
 def _setting(audit: Audit) -> str:
-    """Return the size of the model and of the data, the loss, and how long the audit took, if known."""
+    """Return the sizes of model and data, the loss, and the duration of the audit, as far as known."""
     about, layers = audit.provenance, grouped(audit.heads, attrgetter("stack", "layer"))
     counts, lengths = {len(heads) for heads in layers.values()}, {head.tokens for head in audit.heads}
     by = f" × {count(counts.pop(), 'head')}" if len(counts) == 1 else f", {count(len(audit.heads), 'head')}"
@@ -125,7 +125,7 @@ def _setting(audit: Audit) -> str:
 
 
 def _layers_in_words(audit: Audit, grids: Sequence[Grid]) -> list[Table]:
-    """Return the table of the first screen: a row per layer, and a column for what was measured."""
+    """Return the table of the first screen, if there is data: a row per layer, a column per quantity."""
     spread = {(state.stack, state.blocks): state.spread for state in audit.states}
     rows: dict[str, dict[str, str]] = {}
     for grid in grids:
@@ -157,7 +157,10 @@ def _spread_words(value: float) -> str:
 
 
 def _removal_costs(audit: Audit, heads: Sequence[HeadRecord]) -> dict[str, str]:
-    """Return the smallest and the largest cost of removing one of the heads, as shares of the loss."""
+    """Return the smallest and the largest removal cost of the heads as texts, by column name.
+
+    Costs are shares of `ImportanceRecord.reference`. Both texts are `MISSING` if no cost is known.
+    """
     costs = [head.importance.cost for head in heads if head.importance]
     costs = [cost for cost in costs if math.isfinite(cost)]
     names = "cheapest\nhead", "costliest\nhead"
@@ -168,7 +171,10 @@ def _removal_costs(audit: Audit, heads: Sequence[HeadRecord]) -> dict[str, str]:
 
 
 def _hints(audit: Audit) -> list[str]:
-    """Return how to read the table of the first screen, and, without errors, how to measure the rest."""
+    """Return hints on the first screen: how to read its table, and how to measure missing columns.
+
+    If findings include an error, missing columns are not mentioned.
+    """
     has_costs, by_command = any(head.importance for head in audit.heads), bool(audit.provenance.command)
     reference = "" if audit.importance is None else audit.importance.reference_name
     exact = any(head.importance and head.importance.method == "exact" for head in audit.heads)
@@ -205,7 +211,7 @@ def _has_errors(audit: Audit) -> bool:
 
 
 def _console_layers(grid: Grid, all_heads: Sequence[HeadRecord]) -> Table:
-    """Return a table with one row per layer of a grid; properties shared by all layers are in its facts."""
+    """Return a table with one row per layer of a grid. Its facts are properties that all layers share."""
     heads = [all_heads[index] for index in grid.indices]
     kinds, masks = {head.kind for head in heads}, {head.mask for head in heads}
     lengths = {format_number(head.tokens, 0) for head in heads}
@@ -303,7 +309,7 @@ def _origin(audit: Audit) -> list[tuple[str, str]]:
 
 
 def _importance(audit: Audit) -> Section:
-    """Return the section on the costs of removing heads and blocks; it is empty if none were measured."""
+    """Return the section on the costs of removing heads and blocks. It is empty without measured costs."""
     importance = audit.importance
     if importance is None or not any(head.importance for head in audit.heads):
         return Section("importance", "Importance")
@@ -346,7 +352,7 @@ def _cost(importance: ImportanceRecord, cost: float) -> str:
 
 
 def _head_costs(audit: Audit) -> dict[str, Any] | None:
-    """Return the exact and the estimated cost of removing each head; None if no cost was measured."""
+    """Return the exact and the estimated cost of removing each head. Return None without measured costs."""
     importance = audit.importance
     if importance is None or not any(head.importance for head in audit.heads):
         return None
@@ -383,7 +389,7 @@ def _grid_data(grid: Grid, audit: Audit, targets: Sequence[Target]) -> dict[str,
 
 
 def _head_data(heads: Sequence[HeadRecord], grids: Sequence[Grid]) -> Mapping[str, Any]:
-    """Return one list per property, with an entry per head; texts are indices into lists of unique texts."""
+    """Return one list per property, with one entry per head. Texts are stored as indices of unique texts."""
     homes = {index: number for number, grid in enumerate(grids) for index in grid.indices}
     plain = {"layer": "layer", "head": "head", "full_rank": "full_rank", "nearest": "nearest_head"}
     plain |= {"sequences": "sequences", "nonfinite": "nonfinite_sequences"}

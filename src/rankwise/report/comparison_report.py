@@ -30,7 +30,7 @@ from rankwise.report.format import count, model_name, title
 from rankwise.report.heatmap_grid import make_grids
 
 MOST_CELLS = 2**15
-"""Maximum number of cells of all maps of a comparison; measures that changed most are drawn first."""
+"""Maximum number of cells of all maps of a comparison. Measures that changed most are drawn first."""
 MOST_CHANGES, MOST_PLACES = 50, 10
 _OUTCOMES = {
     "new": "Only in the second audit.",
@@ -44,7 +44,7 @@ _FIRST = {
     "heads": ("numerical_rank", "effective_rank", "stable_rank", "first_token_mass"),
     "states": ("spread", "effective_rank"),
 }
-"""Measures in the first columns of the tables of layers; the console shows only these columns."""
+"""Measures in the first columns of the tables of layers. The console shows only these columns."""
 _HISTORY_HEADS = [measure for measure in HEAD_MEASURES if measure.name in _FIRST["heads"]]
 _HISTORY_STATES = [m for m in STATE_MEASURES if m.name in ("spread", "mean_cosine")]
 _SIGNS = {"error": "◆", "warning": "▲", "info": "●"}
@@ -124,7 +124,7 @@ def _totals(comparison: Comparison) -> Table:
 
 
 def finding_lists(comparison: Comparison) -> list[Items]:
-    """Return one list of findings per outcome, such as new or resolved; the unchanged list is folded."""
+    """Return one list of findings per outcome, such as new or resolved. The unchanged list is folded."""
     outcomes = grouped(comparison.findings, attrgetter("outcome"))
     return [
         Items(
@@ -162,9 +162,9 @@ def _places(places: Sequence[Address]) -> str:
 
 
 def _maps(comparison: Comparison) -> tuple[list[Figure], list[str]]:
-    """Draw the change of each measure, the largest change first, and list the measures without a map."""
+    """Return maps of the change of each measure, the largest change first, and the measures without a map."""
     changed: dict[str, dict[Address, Change]] = {}
-    # changes are sorted by size, so that measures are in the order of their largest change
+    # changes are sorted by size, so measures appear in the order of their largest change
     for change in comparison.changes:
         if change.where.head is not None:
             changed.setdefault(change.measure, {})[change.where] = change
@@ -259,7 +259,7 @@ def _changes(changes: Sequence[Change]) -> Table:
 
 
 def history_document(history: History, links: Mapping[str, str] | None = None, failed: str = "") -> Document:
-    """Return the report on a history: curves, audits, changes of findings; ``failed`` begins the verdict."""
+    """Return the report on a history: curves, audits, changes of findings. `failed` starts the verdict."""
     names = [model_name(name) for name in history.names]
     between = f", {names[0]} to {names[-1]}" if len(names) > 1 else ""
     numbered = "The audits are numbered, as their names contain no steps. " if history.counted else ""
@@ -288,7 +288,7 @@ def history_document(history: History, links: Mapping[str, str] | None = None, f
 
 
 def _loss_words(history: History) -> str:
-    """Return a sentence on the audit with the lowest loss; "" if losses are not known or do not compare."""
+    """Return a sentence on the audit with the lowest loss. Return "" if losses cannot be compared."""
     if history.best is None:
         return ""
     name, best = history.best
@@ -299,7 +299,7 @@ def _loss_words(history: History) -> str:
 
 
 def _loss_curve(history: History, names: Sequence[str]) -> list[Figure]:
-    """Draw the loss over the steps, if the losses compare."""
+    """Return the curve of the loss over the steps. Return an empty list if losses cannot be compared."""
     if history.best is None:
         return []
     points = {"loss": [(audit.loss, math.nan) for audit in history.audits]}
@@ -307,7 +307,7 @@ def _loss_curve(history: History, names: Sequence[str]) -> list[Figure]:
 
 
 def _charts(history: History, names: Sequence[str], of: str, measures: Sequence[Measure]) -> list[Figure]:
-    """Draw one figure per measure and stack."""
+    """Return one figure per measure and stack, and a separate figure for cross-attention."""
     order = {measure.name: (place, measure) for place, measure in enumerate(measures)}
     lines: dict[tuple[str, str, bool], dict[str, Any]] = defaultdict(dict)
     for key, points in history.curves().items():
@@ -354,7 +354,7 @@ def _audit_cells(audit: Audit, *, has_loss: bool) -> list[str]:
 
 
 def finding_marks(findings: Sequence[Sequence[Finding]]) -> dict[str, list[str]]:
-    """Return per code one text per audit: the sign of the most severe finding, and the number of findings."""
+    """Return one text per audit for each code: the sign of the most severe finding, and their number."""
     by_code = [grouped(of_audit, attrgetter("code")) for of_audit in findings]
     codes = dict.fromkeys(chain(*by_code))
     return {code: [_mark(of_audit.get(code, [])) for of_audit in by_code] for code in codes}

@@ -1,4 +1,4 @@
-"""Print a report on a console; signs such as σ are spelled out if the console has no Unicode."""
+"""Print a report on a console. Signs such as σ are spelled out if the console has no Unicode."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -35,8 +35,8 @@ _ASCII = str.maketrans(
 def print_document(document: Document, console: Console | None = None, *, verbose: bool = False) -> None:
     """Print a report on a rich console, by default on standard output: verdict, actions, tables, notes.
 
-    A report with tables for the first screen prints its sections, all notes and the origin if `verbose`.
-    Example: `document_text`.
+    If a report has tables for the first screen, its sections, further notes and the origin are printed only
+    if `verbose`. Example: `document_text`.
     """
     with ascii_fallback(console or Console()) as out:
         title = line((document.command, "bold"), (document.heading, "bold cyan"), document.setting)
@@ -69,7 +69,7 @@ def print_document(document: Document, console: Console | None = None, *, verbos
 
 
 def _print_first(document: Document, console: Console) -> None:
-    """Print what is on the first screen below the verdict, such as findings of the worst severity."""
+    """Print the first screen below the verdict: the most severe findings, tables, hints and some notes."""
     lists = [items for section in document.sections for items in section.lists]
     entries = [entry for items in lists for entry in items.entries]
     worst = [item for item, _ in entries if item.severity == entries[0][0].severity != "info"]
@@ -99,7 +99,7 @@ def document_text(document: Document, width: int = 100, *, verbose: bool = False
         >>> document_text(document).splitlines()[0]  # as print_document and write_page show it
         'rankwise audit · gpt2 · 0 sequences'
     """
-    file = StringIO()  # by default, rich in Jupyter displays text and does not write it to a file
+    file = StringIO()  # in Jupyter, rich would display the text rather than write it to this file
     console = Console(file=file, width=width, color_system=None, force_jupyter=False)
     print_document(document, console, verbose=verbose)
     return file.getvalue()
@@ -118,7 +118,7 @@ def ascii_fallback(console: Console) -> Iterator[Console]:
 
 
 def line(*parts: str | tuple[str, str], separator: str = " · ") -> Text:
-    """Join nonempty parts, each a string or a pair (string, style); rich markup in them has no effect."""
+    """Return nonempty parts (strings or pairs of string and style) joined. Rich markup has no effect."""
     pairs = [words if isinstance(words, tuple) else (words, "") for words in parts]
     return Text(separator).join(Text(strip_control(words), style) for words, style in pairs if words)
 
@@ -186,7 +186,7 @@ def _print_table(table: Table, console: Console) -> None:
 def _pieces(
     columns: Sequence[str], rows: Sequence[Sequence[str | Cell]], console: Console
 ) -> Iterator[RichTable]:
-    """Yield a table; if the console is too narrow, yield several tables that repeat the first column."""
+    """Yield a table. If the console is too narrow, yield several tables that repeat the first column."""
     wide = console.options.update_width(10_000)  # else rich returns at most the width of the console
     for size in range(len(columns), 0, -1):
         drawn = _rich_table(columns[:size], [row[:size] for row in rows])
@@ -198,7 +198,7 @@ def _pieces(
 
 
 def _rich_table(columns: Sequence[str], rows: Sequence[Sequence[str | Cell]]) -> RichTable:
-    """Return a rich table that never wraps numbers; if narrow, it wraps sentences first, then names."""
+    """Return a rich table that never wraps numbers. On a narrow console, it wraps sentences, then names."""
     drawn = RichTable(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     texts = [[strip_control(cell.text if isinstance(cell, Cell) else cell) for cell in row] for row in rows]
     for index, (column, kind) in enumerate(zip(columns, column_kinds(len(columns), rows), strict=True)):

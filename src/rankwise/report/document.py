@@ -27,12 +27,12 @@ class Cell:
     link: str = ""
     strong: bool = False
     number: int | None = None
-    """Index of the finding that the cell stands for, by which scripts of the page find it."""
+    """Index of the finding that the cell stands for. Scripts of the page find the cell by this index."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """Table of text; line breaks in column titles have an effect on the console only."""
+    """Table of text. Line breaks in column titles have an effect on the console only."""
 
     title: str
     columns: Sequence[str]
@@ -42,9 +42,9 @@ class Table:
     note: str = ""
     """Explanation of the columns, shown below the table."""
     console_rows: int | None = None
-    """Maximum number of rows on the console; None for all rows."""
+    """Maximum number of rows on the console. None means all rows."""
     console_columns: int | None = None
-    """Number of columns on the console, from the left; None for all columns."""
+    """Number of columns on the console, from the left. None means all columns."""
     redrawn: bool = False
     """True if a script of the page draws this table itself, with more columns."""
 
@@ -90,9 +90,9 @@ class Item:
     site: str = ""
     """Name of the module, if the place is ambiguous."""
     link: str = ""
-    """Id of the page element that shows the place; empty without a link."""
+    """Id of the page element that shows the place. Empty if there is no link."""
     number: int | None = None
-    """Index of the finding in the audit, by which scripts of the page find it."""
+    """Index of the finding in the audit. Scripts of the page find the item by this index."""
 
 
 @dataclass(frozen=True)
@@ -106,14 +106,14 @@ class Items:
 
     @property
     def entries(self) -> list[tuple[Item, Table | None]]:
-        """One entry per severity and code, the most severe first; several items are one item and a table."""
+        """One entry per severity and code, most severe first. Several items become one item and a table."""
         kinds = grouped(self.items, lambda item: (item.severity, item.code)).values()
         entries = [(items[0], None) if len(items) == 1 else _joined(items) for items in kinds]
         return sorted(entries, key=lambda entry: SEVERITY_ORDER[entry[0].severity])
 
 
 def _joined(items: Sequence[Item]) -> tuple[Item, Table]:
-    """Return an item with the facts that all items share, and a table with a row per item for the others."""
+    """Return an item with the facts that all items share, and a table of all other facts, a row per item."""
     facts = [dict(item.facts) | {TO_DO: item.remedy} for item in items]
     columns = {name: [fact.get(name, MISSING) for fact in facts] for name in dict.fromkeys(chain(*facts))}
     shared = {name: texts[0] for name, texts in columns.items() if len(set(texts)) == 1}
@@ -135,7 +135,7 @@ def _joined(items: Sequence[Item]) -> tuple[Item, Table]:
 
 @dataclass(frozen=True)
 class Section:
-    """Section of a report; the page links to it by `name`."""
+    """Section of a report. The page links to the section by `name`."""
 
     name: str
     title: str
@@ -144,7 +144,7 @@ class Section:
     lists: Sequence[Items] = ()
     figures: Sequence[Figure] = ()
     choice: str = ""
-    """Label of a menu by which the page shows figures of one title at a time; if empty, it shows them all."""
+    """Label of a menu that selects figures by title. If it is empty, the page shows all figures."""
     tables: Sequence[Table] = ()
     code: str = ""
     on_console: bool = True
@@ -166,9 +166,9 @@ class Document:
     origin: Sequence[tuple[str, str]] = ()
     complete: bool = True
     first: Sequence[Table] = ()
-    """Tables of the console's first screen; if there are any, it shows sections only if `verbose`."""
+    """Tables of the console's first screen. If there are any, sections are printed only if `verbose`."""
     hints: Sequence[str] = ()
-    """Lines below these tables: how to read them, and what was not measured."""
+    """Lines below the tables of the first screen: how to read the tables, and what was not measured."""
     data: Mapping[str, Any] = field(default_factory=dict)
     """Data for templates and scripts of the page."""
 

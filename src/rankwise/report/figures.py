@@ -1,4 +1,4 @@
-"""Draw figures as Plotly dictionaries without colors; page and notebooks add the colors."""
+"""Draw figures as Plotly dictionaries without colors. Pages and notebooks add the colors."""
 
 import html
 import math
@@ -46,9 +46,9 @@ def cell_map(
     scale: str = "ramp",
     caption: str = "",
 ) -> Figure:
-    """Draw a heat map with named rows and columns; scale `signed` is for numbers around 0, `ramp` for others.
+    """Return a heat map with named rows and columns. The scale is `signed` around 0, otherwise `ramp`.
 
-    The text of a cell without a number is always shown; other texts are shown if the cells have room.
+    The text of a cell without a number is always shown. Other texts are shown if the cells have room.
     """
     roomy = has_room(rows, columns)
     values = [[cell.value if cell and math.isfinite(cell.value) else None for cell in row] for row in cells]
@@ -108,7 +108,10 @@ def step_curves(
     names: Sequence[str],
     caption: str = "",
 ) -> Figure:
-    """Draw one curve per line of (value, standard deviation), over training steps or over named audits."""
+    """Return a figure with one curve per line, over training steps or over named audits.
+
+    The points of a line are pairs of value and standard deviation.
+    """
     data: list[dict[str, Any]] = [
         {
             "type": "scatter",
@@ -139,7 +142,7 @@ def step_curves(
 
 
 def heat_map(grid: Grid, column: Column, heads: Sequence[HeadRecord]) -> Figure:
-    """Draw one measure of the heads of a grid; a cell is hatched if the measure is not informative."""
+    """Return a heat map of a measure for the heads of a grid, hatched where it is not informative."""
 
     def cell(index: int) -> MapCell:
         where = f"layer {heads[index].layer}, head {heads[index].head}: {column.short_title}"
@@ -276,7 +279,7 @@ def _membership_map(grid: Grid, number: int, row: Row, heads: Sequence[HeadRecor
     height, scale, how = 72 + 22 * len(z), {}, "heads as rows, tokens as columns"
     if shape:
         rows, columns = shape
-        # an empty column is between two heads
+        # an empty column separates the pictures of two heads
         spans = [slice(line * columns, (line + 1) * columns) for line in range(rows)]
         z = [[pixel for image in shares for pixel in [*image[span], None]][:-1] for span in spans]
         x = [f"head {head}, column {c}" for head in layer for c in (*range(columns), "–")][:-1]
@@ -301,7 +304,7 @@ def _membership_map(grid: Grid, number: int, row: Row, heads: Sequence[HeadRecor
 
 
 def without_nan(value: Any) -> Any:
-    """Replace NaN and infinities, which JSON does not have, by None at any depth.
+    """Return a value with None for NaN and infinities, which JSON does not have, at any depth.
 
     Examples:
         >>> without_nan({"a": [1.0, float("nan")]})

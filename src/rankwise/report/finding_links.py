@@ -25,14 +25,14 @@ class Target:
 
     section: Literal["heads", "states", "uncaptured", "provenance"]
     heads: tuple[int, ...] = ()
-    """Indices of the heads that the page marks; the page scrolls to the first one."""
+    """Indices of the heads that the page marks. The page scrolls to the first of these heads."""
     measure: str = ""
-    """Measure that the heat map shows; if empty, the measure that the reader chose last."""
+    """Measure that the heat map shows. If it is empty, the last chosen measure stays."""
     stack: str = ""
-    """Stack of the token states that the page marks, after this number of `blocks`."""
+    """Stack whose token states the page marks, at the depth `blocks`."""
     blocks: int | None = None
     about: str = ""
-    """Name of the group of heads, if the finding is about several heads; otherwise empty."""
+    """Name of the group of heads if the finding is about several heads. Otherwise empty."""
 
 
 def find_targets(findings: Sequence[Finding], audit: Audit) -> list[Target]:
@@ -61,7 +61,7 @@ def _target(finding: Finding, audit: Audit, layers: HeadIndex) -> Target:
         return Target("states", stack=where.stack, blocks=int(finding.evidence["blocks"]))
     if not heads:
         return Target("provenance")
-    subject = ""  # set if the finding is about several heads, so that the card of each head names all
+    subject = ""  # if a finding is about several heads, the card of each head must name them all
     if len(heads) > 1:
         subject = f"the set of {len(heads)} heads" if finding.code == "REMOVABLE" else _place(finding)
     return Target("heads", tuple(heads), _measure(finding), about=subject)
@@ -104,7 +104,7 @@ def finding_items(
 
 
 def common_notes(findings: Sequence[Finding], targets: Sequence[Target], grid: Grid) -> dict[str, int]:
-    """Return how many heads of a grid have a note, by code, if most have it: it distinguishes no head."""
+    """Return the notes that most heads of a grid have, so that they distinguish no head: counts by code."""
     heads, noted = set(grid.indices), dict[str, set[int]]()
     for finding, target in zip(findings, targets, strict=True):
         if finding.severity == "info":
@@ -115,7 +115,10 @@ def common_notes(findings: Sequence[Finding], targets: Sequence[Target], grid: G
 def severities_of(
     findings: Sequence[Finding], targets: Sequence[Target], without: Container[str] = ()
 ) -> dict[int, Severity]:
-    """Return the worst severity by index of the head, of findings about heads, ``without`` some codes."""
+    """Return the worst severity of the findings about each head, by index of the head.
+
+    Findings with a code in ``without`` do not count.
+    """
     severities: dict[int, Severity] = {}
     for finding, target in zip(findings, targets, strict=True):
         for index in target.heads if finding.where.head is not None and finding.code not in without else ():

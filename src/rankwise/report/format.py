@@ -6,7 +6,7 @@ import re
 from rankwise.auditing.measure_table import HEAD_MEASURES, STATE_MEASURES
 
 RANK = next(measure for measure in HEAD_MEASURES if measure.name == "numerical_rank")
-"""Measure of rank/min(T, S) for a T×S mixing matrix; for matrices with signs, the rank is relative to σ₁."""
+"""Measure of rank/min(T, S) for a T×S mixing matrix. If entries have signs, ranks are relative to σ₁."""
 
 _TITLES = {
     "spread_input": "token spread of the input",
@@ -42,7 +42,7 @@ STATES = {"final", "best", "last"}
 
 
 def model_name(name: str) -> str:
-    r"""Return a short model name for a title: the last parts of a path; names on the Hub are not shortened.
+    r"""Return a short model name for a title: the last parts of a path, or the whole name on the Hub.
 
     Examples:
         >>> model_name("/me/runs/bert-a/checkpoint-500"), model_name("org/model"), model_name("./my-vit/")
@@ -67,7 +67,7 @@ def count(number: int, singular: str, many: str = "") -> str:
 
 
 def round_for_page(value: float) -> float | None:
-    """Round a number to the 6 significant digits that pages store; return None if it is not finite.
+    """Return a number with the 6 significant digits that pages store. Return None if it is not finite.
 
     Examples:
         >>> round_for_page(1 / 3), round_for_page(math.inf)

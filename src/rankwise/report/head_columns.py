@@ -41,22 +41,22 @@ class Column:
     name: str
     """Name of the measure, as findings refer to it."""
     share: bool = False
-    """True if values are divided by min(T, S); the name in a CSV file then ends in `_share`."""
+    """True if values are divided by min(T, S). The name in a CSV file then ends in `_share`."""
     title: str
     short_title: str
     """Title for a narrow column."""
     digits: int | None
-    """Number of decimals that are shown; None for three significant digits."""
+    """Number of decimals that are shown. None means three significant digits."""
     values: Sequence[float]
-    """One value per head; NaN if it is unknown."""
+    """One value per head. NaN if the value is unknown."""
     spread: Sequence[float] = ()
-    """Standard deviation per head over sequences; empty if unknown."""
+    """Standard deviation over sequences for each head. Empty if deviations are unknown."""
     over_seeds: bool = False
     """True if values and `spread` are means and standard deviations over seeds of the initialization."""
     labels: Mapping[int, str] = field(default_factory=dict)
     """Text to show instead of the number, such as a range, by the index of the head."""
     meaning: str = ""
-    """Explanation next to the heat map of the measure; if empty, the measure has no heat map."""
+    """Explanation next to the heat map of the measure. If it is empty, the measure has no heat map."""
     low: str = ""
     high: str = ""
     """Words for the lower (`low`) and upper (`high`) end of the color scale."""
@@ -65,9 +65,9 @@ class Column:
     undefined_for: frozenset[int] = frozenset()
     """Indices of the heads for which the measure is not informative."""
     references: Sequence["Column"] = ()
-    """Columns to compare with, such as ranks of random heads; their means are marked on the color scale."""
+    """Columns to compare with, such as ranks of random heads. The color scale marks their means."""
     note: str = ""
-    """Explanation of the values and their limits, if this column is a reference."""
+    """If this column is a reference, explanation of its values and their limits."""
 
     @property
     def beyond(self) -> list[float]:
@@ -105,7 +105,7 @@ class Column:
         return data
 
     def _mark(self, reference: "Column") -> dict[str, Any]:
-        """Return mean and range of a reference column, such as ranks of random heads.
+        """Return the mark of a reference column on the color scale: mean, range, name and note.
 
         Heads in `undefined_for` are left out.
         """
@@ -142,7 +142,7 @@ def measure_column(measure: HeadMeasure, heads: Sequence[HeadRecord]) -> Column:
         short_title=measure.head,
         digits=measure.digits,
         values=[measure.value(head) for head in heads],
-        # NaN for a share: a rank's standard deviation also contains the variation of the lengths
+        # no deviation for shares: the deviation of ranks includes the variation of sequence lengths
         spread=[math.nan if measure.share else head.std.get(measure.name, math.nan) for head in heads],
         labels={i: measure.formatted(head) for i, head in enumerate(heads) if measure.name in head.stderr},
         meaning=measure.meaning if measure.drawn else "",
@@ -195,9 +195,9 @@ def _at_initialization(measure: HeadMeasure, heads: Sequence[HeadRecord]) -> Col
 
 
 def color_limits(measure: Measure, records: Sequence[Any]) -> tuple[float, float]:
-    """Return the ends of a color scale: the range of the measure, or of its values if that range is wide.
+    """Return the ends of a color scale: the range of the measure, or of its values if the range is wide.
 
-    Values beyond `outer_fence` do not stretch the scale; they have the color of its end.
+    Values beyond `outer_fence` do not stretch the scale. They have the color of the upper end.
     """
     values = [value for record in records if math.isfinite(value := measure.value(record))]
     ends = [measure.ends(record) for record in records]
@@ -211,7 +211,7 @@ def color_limits(measure: Measure, records: Sequence[Any]) -> tuple[float, float
 
 
 def outer_fence(values: Sequence[float]) -> float:
-    """Return Tukey's outer fence Q3 + 3 (Q3 − Q1) of the quartiles; infinity for fewer than four values.
+    """Return Tukey's outer fence Q3 + 3 (Q3 − Q1) of the quartiles, or infinity for fewer than four values.
 
     Examples:
         >>> outer_fence([1.0, 2.0, 3.0, 4.0, 100.0])

@@ -29,9 +29,9 @@ RESOLUTIONS = ((128, 254), (128, 126), (128, 62), (128, 30), (64, 62), (64, 30),
 
 
 def pack_spectra(spectra: Sequence[Sequence[float]]) -> dict[str, Any]:
-    """Encode the singular values of each head, divided by the largest, on a logarithmic scale.
+    """Return the singular values of each head as codes of σᵢ/σ₁ on a logarithmic scale.
 
-    `values` is base64 of the little-endian uint16 codes of all heads in sequence; `points` is the number of
+    `values` is base64 of the little-endian uint16 codes of all heads in sequence. `points` is the number of
     codes per head.
     """
     most = min(64, max(16, SPECTRA_BYTES // (2 * max(len(spectra), 1))))
@@ -79,7 +79,7 @@ def _size(picture: dict[str, Any]) -> int:
 def coarser(picture: AttentionMap, side: int) -> AttentionMap:
     """Return a map with at most `side` rows and columns: blocks of tokens are merged and averaged.
 
-    Blocks can differ in size by one token, so that blocks are weighted by their number of tokens.
+    Blocks are weighted by their number of tokens, because sizes can differ by one token.
 
     Examples:
         >>> import numpy as np

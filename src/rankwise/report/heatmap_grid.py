@@ -9,7 +9,7 @@ from rankwise.auditing.records import Address, HeadRecord
 
 @dataclass(frozen=True)
 class Row:
-    """Heads of one mixer of one layer; `cells` maps the number of a head to its index in the audit."""
+    """Heads of one mixer of one layer. `cells` maps the number of a head to its index in the audit."""
 
     layer: int
     site: str
@@ -40,7 +40,7 @@ class Grid:
 
     @property
     def cells(self) -> list[list[int | None]]:
-        """Index in the audit of the head in each cell, row by row; None for a gap."""
+        """Index in the audit of the head in each cell, row by row. None for a gap."""
         return [[row.cells.get(number) for number in self.columns] for row in self.rows]
 
     @property
@@ -78,7 +78,7 @@ def grids_of(heads: Sequence[HeadRecord]) -> list[Grid]:
 
 
 class HeadIndex:
-    """Index from an address (stack, module, layer, head) to heads; an audit can have thousands of heads."""
+    """Index that finds heads by address (stack, module, layer, head), fast for thousands of heads."""
 
     def __init__(self, heads: Sequence[Address]) -> None:
         self._heads = heads
@@ -88,7 +88,7 @@ class HeadIndex:
                 self._near.setdefault((head.layer, number), []).append(index)
 
     def at(self, place: Address) -> list[int]:
-        """Return the indices of the heads at a place; empty fields of the place match every head."""
+        """Return the indices of the heads at a place. Empty fields of the place match every head."""
         near: Sequence[int] = range(len(self._heads))
         if place.layer is not None:
             near = self._near.get((place.layer, place.head), [])

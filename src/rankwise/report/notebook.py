@@ -45,7 +45,7 @@ def plot_heads(audit: Audit, measure: str) -> "go.Figure":
     maps = [heat_map(grid, column, audit.heads) for grid in grids_of(audit.heads)]
     heights = [drawn.layout["height"] for drawn in maps]
     figure = _subplots(maps, rows=len(maps), columns=1, heights=heights)
-    for row, heat in enumerate(maps, 1):  # above a map is its axis, where a title would cover the numbers
+    for row, heat in enumerate(maps, 1):  # as axis title: a title above would cover head numbers
         figure.update_xaxes(title_text=f"{escape(heat.title)}, head", row=row)
     count_beyond, (low, high) = len(column.beyond), column.limits
     beyond = f" ({count_beyond} beyond the scale, up to {max(column.beyond):.3g})" if count_beyond else ""

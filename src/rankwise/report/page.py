@@ -34,7 +34,7 @@ DOCUMENTS: dict[str, Callable[[Any], Document]] = {
 """Functions that build the report on a result, by the name of its class."""
 
 CHART_FILE = "plotly-cartesian.min.js"
-"""File of the npm package `plotly.js-cartesian-dist-min`; tests hold its version and digest."""
+"""File of the npm package `plotly.js-cartesian-dist-min`. Tests check its version and digest."""
 _SCRIPTS = ("theme.js", "save.js", "figures.js", "page.js")
 _INTERACTIVE = ("theme.js", "save.js", "figures.js", "heads.js", "tables.js", "page.js")
 """Scripts of pages with interactive parts, in loading order: later scripts use constants of earlier ones."""
@@ -53,9 +53,9 @@ def document_of(result: Any) -> Document:
 
 
 def write_page(document: Document, path: Path) -> Path:
-    """Write a document as one HTML file and return the path; into a folder, write `index.html`.
+    """Write a document as one HTML file, and return the path. In a folder, the file is `index.html`.
 
-    The file contains its scripts, styles and data; its security policy forbids loading anything else.
+    The file contains its scripts, styles and data. Its security policy forbids loading anything else.
     Example: `document_text` makes a document.
 
     Raises:
@@ -79,7 +79,7 @@ def notebook_html(document: Document) -> str:
 
 
 def page_text(document: Document) -> str:
-    """Return the HTML of a document; all text is escaped, except this package's style and scripts."""
+    """Return the HTML of a document. All text is escaped, except this package's style and scripts."""
     figures = [figure for section in document.sections for figure in section.figures]
     names = _INTERACTIVE if any(section.include for section in document.sections) else _SCRIPTS
     scripts = (
@@ -119,8 +119,8 @@ def environment() -> Environment:
 def chart_script() -> str:
     """Return the script of Plotly (1.5 MB) with `</script` escaped, so that it can be embedded in HTML.
 
-    It draws scatter plots, bars and heat maps only. It has a third of the size of the script in the Python
-    package plotly, in the same version (docs/decisions/009-page-charts.md).
+    The script draws scatter plots, bars and heat maps only. It has a third of the size of the script in the
+    Python package plotly, in the same version (docs/decisions/009-page-charts.md).
     """
     path = resources.files("rankwise.report") / "vendor" / CHART_FILE
     return path.read_text(encoding="utf-8").replace("</script", "<\\/script").replace("\r\n", "\n")

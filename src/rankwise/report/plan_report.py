@@ -14,7 +14,7 @@ _DEVIATION = "± one standard deviation over trials."
 
 
 def plan_document(plan: HeadDimPlan) -> Document:
-    """Return the report on a plan: K*, what it saves, and widths that trained heads require."""
+    """Return the report on a plan: K*, the savings at width K*, and widths that trained heads require."""
     places = "" if plan.positions == "none" else f"{plan.positions} positions · "
     return Document(
         command="Rankwise plan",
@@ -32,7 +32,7 @@ def plan_document(plan: HeadDimPlan) -> Document:
 
 
 def _headline(plan: HeadDimPlan) -> str:
-    """Return K* and what queries and keys of that width save, in one sentence."""
+    """Return a sentence with K* and the savings from queries and keys of width K*."""
     if not plan.saturated:
         last = max(width for width, *_ in plan.curve if 2 * width <= plan.head_dim)
         return (
@@ -64,7 +64,7 @@ def _share_at_star(plan: HeadDimPlan) -> float:
 
 
 def _advice(plan: HeadDimPlan) -> str:
-    """Return what K* is good for, with widths that trained heads require."""
+    """Return advice on the use of K*, with the widths that trained heads require."""
     trained = "15 to 30 of 32 channels in the bundled demo (K* = 12) and in all-MiniLM-L6-v2 (K* = 13)."
     if required := _finite(plan.trained):
         wider = sum(width > plan.head_dim for width in required)

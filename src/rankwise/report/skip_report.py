@@ -1,4 +1,4 @@
-"""Build the reports on λ-skips, skip connections λx + f(x) around a mixer f, and on their certificates."""
+"""Build the reports on λ-skips (skip connections λx + f(x) around a mixer f) and on their certificates."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +13,7 @@ from rankwise.skips.records import LambdaChoice, SkipCertificate, StackCertifica
 ABOUT = "Bounds are about single layers, trials about a stack, so that they differ; nothing was trained."
 
 PLAIN, CLEAR = "as it is", 0.02
-"""Unchanged model of a trial, and the share of its loss by which a run must be better."""
+"""Name of the unchanged model in a trial, and the share of a loss by which the best run must be lower."""
 UNCLEAR = (
     f"No run ends {CLEAR:.0%} or more below its start and the model as it is: train more steps or use "
     "another learning rate before you choose."
@@ -49,7 +49,7 @@ def skip_document(
 
 
 def trial_document(runs: Mapping[str, Sequence[float]], setting: str, steps: int) -> Document:
-    """Return the report on the losses of training runs by name; the last tenth of the steps counts."""
+    """Return the report on the losses of training runs, compared over the last tenth of the steps."""
     last = max(steps // 10, 1)
     ends = {name: fmean(losses[-last:]) for name, losses in runs.items()}
     rows = [[name, f"{runs[name][0]:.3f}", f"{end:.3f}", f"{len(runs[name])}"] for name, end in ends.items()]

@@ -1,4 +1,4 @@
-"""Add λ-skips (skip connections λ·x + f(x)) to a model; remove, certify, fit, save and recommend them."""
+"""Add, remove, certify, fit, save and recommend λ-skips: skip connections λ·x + f(x) in a model."""
 
 from typing import TYPE_CHECKING
 

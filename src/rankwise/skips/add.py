@@ -37,7 +37,7 @@ from rankwise.tracing.model_checks import is_distributed, split_modules
 
 Per = Literal["layer", "channel"]
 TOKENS, DECODER_TOKENS = 8, 6
-"""Numbers of tokens in an example; they differ, to distinguish states of the encoder and the decoder."""
+"""Numbers of tokens for encoder and decoder in an example. Unequal numbers distinguish their states."""
 WRAPPERS = frozenset({
     "AveragedModel", "DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule",
 })  # fmt: skip
@@ -60,7 +60,7 @@ class Skips(Mapping[str, nn.Parameter]):
         return self._model.get_submodule(place.module).get_parameter(place.parameter)
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return all λ; a parameter that several sites share is listed once."""
+        """Return all λ. A parameter that several sites share is listed once."""
         return list(dict.fromkeys(self.values()))
 
     def __iter__(self) -> Iterator[str]:
@@ -164,7 +164,7 @@ def add_lambda_skip(
 
 
 def _check_present(model: nn.Module, present: Skips, per: Per) -> None:
-    """Raise if λ-skips that a model has do not allow further ones."""
+    """Raise `SkipError` if `per` differs from the kind of the λ-skips that the model has."""
     if present and (per == "channel") != any(value.numel() > 1 for value in present.values()):
         expected = "the kind of λ that the model has at other sites"
         fix = "Use the other `per`, or call `rw.remove_lambda_skip(model)` first."
@@ -174,7 +174,7 @@ def _check_present(model: nn.Module, present: Skips, per: Per) -> None:
 def _check_places(
     model: nn.Module, places: Sequence[SkipPlace], missed: Sequence[str], present: Skips
 ) -> None:
-    """Raise if no place for λ was found on the example, or if a present λ-skip was not."""
+    """Raise `SkipError` if the example has no place for λ, or lacks the place of a present λ-skip."""
     if not places:
         out = f"{len(missed)} out of reach of all modules, in {', '.join(missed[:3])}"
         got = out if missed else "none: no sum x + f(x) in which f mixes tokens"
@@ -194,7 +194,7 @@ def _check_places(
 
 @exclusive
 def remove_lambda_skip(model: nn.Module) -> None:
-    """Remove all λ-skips (example: `add_lambda_skip`); raise `SkipError` if there are none."""
+    """Remove all λ-skips (example: `add_lambda_skip`). Raise `SkipError` if there are none."""
     check_skips(model)
     for module in model.modules():
         remove_forward_hooks(module, lambda hook: isinstance(hook, SkipHook))
@@ -203,32 +203,32 @@ def remove_lambda_skip(model: nn.Module) -> None:
 
 
 def skips_of(model: nn.Module) -> Skips:
-    """Return the λ-skips of a model, or of a copy; empty if there are none (example: `add_lambda_skip`)."""
+    """Return the λ-skips of a model, or no λ-skips if it has none (example: `add_lambda_skip`)."""
     places = skip_places(model)
     return Skips(model, places, _notes(places))
 
 
 def check_skips(model: nn.Module) -> None:
-    """Raise if a model has no λ-skips."""
+    """Raise `SkipError` if a model has no λ-skips."""
     if not skip_places(model):
         subject, fix = f"model {type(model).__name__}", "Put them in with `rw.add_lambda_skip(model)`."
         raise SkipError(subject, expected="a model with λ-skips", got="one without", fix=fix)
 
 
 def check_finite(subject: str, value: Tensor, fix: str, where: str = "") -> None:
-    """Raise if a tensor has NaN or infinity."""
+    """Raise `SkipError` if a tensor has NaN or infinity."""
     if not bool(value.isfinite().all()):
         raise SkipError(subject, expected="finite numbers", got=f"NaN or infinity{where}", fix=fix)
 
 
 def check_values(lambdas: Mapping[str, Tensor], when: str, fix: str) -> None:
-    """Raise if λ of a site has NaN or infinity."""
+    """Raise `SkipError` if λ of a site has NaN or infinity."""
     for name, value in lambdas.items():
         check_finite(f"λ of {name!r}{when}", value.detach(), fix)
 
 
 def install(model: nn.Module, place: SkipPlace, learnable: bool, per: Per) -> list[RemovableHandle]:
-    """Register the parameter λ = 1 at one place, and the hooks that apply λ; return their handles."""
+    """Register the parameter λ = 1 and the hooks that apply λ at one place. Return the hooks' handles."""
     module, parameter = model.get_submodule(place.module), place.parameter
     devices = (tensor.device for tensor in (*module.parameters(), *model.parameters()))
     dtype = torch.promote_types(place.dtype, torch.float32)
@@ -238,7 +238,7 @@ def install(model: nn.Module, place: SkipPlace, learnable: bool, per: Per) -> li
     vars(module).setdefault(NOTES, []).append(place)
     held, around, source = ThreadSlot(), model.get_submodule(place.scope), model.get_submodule(place.source)
     return [
-        around.register_forward_pre_hook(Scope(held)),  # opens before other hooks read x
+        around.register_forward_pre_hook(Scope(held)),  # runs first, to open the slot for x
         source.register_forward_pre_hook(HoldResidual(place.argument, held), with_kwargs=True),
         module.register_forward_hook(AddResidual(parameter, place.key, held), with_kwargs=True),
         around.register_forward_hook(Scope(held), always_call=True),
@@ -255,7 +255,10 @@ def _forget(module: nn.Module, place: SkipPlace) -> None:
 
 
 def match_places(places: list[SkipPlace], sites: str | Iterable[str] | None) -> list[SkipPlace]:
-    """Return the places whose site, or a module around it, matches a wildcard; all if ``sites`` is None."""
+    """Return the places whose site, or a module around the site, matches a wildcard in ``sites``.
+
+    Return all places if ``sites`` is None. Raise `SkipError` if a wildcard matches no place.
+    """
     if sites is None:
         return places
     chosen: set[str] = set()
@@ -276,7 +279,7 @@ def match_places(places: list[SkipPlace], sites: str | Iterable[str] | None) -> 
 
 
 def check_lambda(subject: str, value: int | float) -> None:
-    """Raise if λ is not a finite number in float32; warn if it is 0."""
+    """Raise `SkipError` if λ is not a finite number in float32. Warn if λ is 0."""
     in_range(subject, value, "[-3.4e38, 3.4e38]", fix="1.0 changes nothing.", error=SkipError)
     if torch.tensor(float(value), dtype=torch.float32) == 0:
         effect = "tokens may become similar within a few layers, and no bound holds"
@@ -327,7 +330,7 @@ def check_traceable(model: Any) -> None:
 
 
 def example_for(model: Any) -> Batch:
-    """Return a small batch for a model of transformers (token ids or a noise image); raise for others."""
+    """Return token ids or a noise image for a model of transformers. Raise `SkipError` for other models."""
     config: Any = getattr(model, "config", None)
     reads, device = getattr(model, "main_input_name", None), device_of(model)
     if config is None or reads not in ("input_ids", "pixel_values"):

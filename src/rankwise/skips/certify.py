@@ -44,7 +44,7 @@ def certify_skip(model: nn.Module, batch: Batch, keep_spread: float = KEEP_SPREA
     The bounds hold for single layers on the states of this batch; a changed λ changes the states of later
     layers. Feed-forward parts and gains of norms are not part of the bounds. `choose_lambda` recommends λ.
 
-    Cost: one forward pass; two, and derivatives, if the model has no λ-skips.
+    Cost: one forward pass. A model without λ-skips needs a second pass, and derivatives.
     Source: this project, docs/explanation/skip-bound.md.
 
     Args:
@@ -82,7 +82,7 @@ def certify_places(
     check_tokens(batch)
     lambdas = lambdas_of(model, places)
     check_values(lambdas, "", "Set it, or fit it again with a lower learning rate.")
-    # `capture` raises at the end if it found no mixer; the certificate needs none.
+    # `capture` raises at the end if it found no mixer, but the certificate needs no mixer.
     with suppress(CaptureError), capture(model, on_mixer=lambda _: None) as trace:
         skips = observe(model, batch, places, lambdas)
     _check_several(any(bool((skip.mask.sum(-1) > 1).any()) for skip in skips))
@@ -105,7 +105,7 @@ def certify_places(
 
 
 def check_tokens(batch: Batch) -> None:
-    """Raise if a value is not a batch, if a sequence has no real token, or if all have one token."""
+    """Raise if a value is not a batch, a sequence has no real token, or all sequences have one token."""
     check_batch(batch)
     ids = tensors_of(batch).get("input_ids")
     _check_several(ids is None or ids.shape[-1] > 1)
@@ -125,7 +125,7 @@ def _check_several(several: bool) -> None:
 
 
 def _certify_layer(skip: ObservedSkip, scale: Tensor, keep_spread: float) -> LayerCertificate:
-    """Return the certificate of one sum λ·Y + B, computed in float64; sequences of one token are left out."""
+    """Return the certificate of one sum λ·Y + B, in float64 and without sequences of one token."""
     mask, several = skip.mask, skip.mask.sum(-1) > 1
     y, b = (states.double().masked_fill(~mask[..., None], 0) for states in (skip.x, skip.branch))
     total = scale.to(y) * y + b
@@ -165,7 +165,10 @@ def _bound(skip: ObservedSkip, scale: Tensor, y: Tensor, b: Tensor) -> Tensor:
 def _least_lambdas(
     skip: ObservedSkip, scale: Tensor, y: Tensor, b: Tensor, keep_spread: float
 ) -> dict[str, float]:
-    """Return the least |λ| of each kind that is proved, of the worst sequence."""
+    """Return the proved least |λ| for the worst sequence, as fields of `LayerCertificate`.
+
+    A field is missing if no single |λ| is proved.
+    """
     mask, kind = skip.mask, NORM_KINDS[skip.norm.kind]
     common = bool((scale == scale.flatten()[0]).all())  # one λ for all channels
     least: dict[str, Tensor] = {}
@@ -180,7 +183,10 @@ def _least_lambdas(
 def _certify_stacks(
     skips: Sequence[ObservedSkip], layers: Sequence[LayerCertificate], blocks: Mapping[str, str]
 ) -> list[StackCertificate]:
-    """Return a certificate per stack, by the stacks of blocks; a site outside of all is its own stack."""
+    """Return one certificate per stack. `blocks` maps block names to stacks.
+
+    A site outside of all blocks counts as a stack of its own.
+    """
 
     def stack_of(site: str) -> str:
         around = [block for block in blocks if holds(block, site)]

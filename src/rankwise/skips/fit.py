@@ -1,4 +1,4 @@
-"""Learn λ: fit it by the loss of a model, or try several λ by training; group it for other loops."""
+"""Learn λ: fit λ by the loss of a model, try several λ by training, or group λ for an optimizer."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -34,9 +34,9 @@ class SkipFit:
     """Result of a fit: the losses, and λ before and after it."""
 
     losses: list[float]
-    """Loss before each finished step; there are fewer steps than requested if Ctrl-C stopped the fit."""
+    """Loss before each finished step. There are fewer steps than requested if Ctrl-C stopped the fit."""
     scales: dict[str, list[float]]
-    """λ of each site before the first and after the last step; with one λ per channel, their mean."""
+    """λ of each site before the first and after the last step. For λ per channel, this is the mean λ."""
 
 
 @exclusive
@@ -48,9 +48,9 @@ def fit_skips(
     mask_token: int | None = None,
     on_step: Callable[[int, float], None] | None = None,
 ) -> SkipFit:
-    """Fit the λ-skips of a model by its loss; all other parameters stay frozen.
+    """Fit the λ-skips of a model by its loss, and return losses and λ. All other parameters stay frozen.
 
-    The loss is that of next tokens, of masked tokens, or of labels in the batches, as in
+    The loss predicts next tokens, masked tokens, or labels in the batches, as in
     `rankwise.importance.measure_importance`.
     Cost: a forward and a backward pass per step, and a forward pass at the start and at the end.
 
@@ -139,12 +139,12 @@ def _means(skips: Mapping[str, Tensor]) -> dict[str, float]:
 def skip_parameter_groups(
     model: nn.Module, weight_decay: float = 0.01, lr: float | None = None
 ) -> list[dict[str, Any]]:
-    """Return `rankwise.models.parameter_groups` for `torch.optim`, after a group of λ without weight decay.
+    """Return groups for `torch.optim`: λ without weight decay, then `rankwise.models.parameter_groups`.
 
     Args:
         model: a model with λ-skips.
         weight_decay: weight decay of the matrices, at least 0; norms and biases do not decay.
-        lr: learning rate of λ; None for the rate of the optimizer.
+        lr: learning rate of λ. If it is None, λ has the learning rate of the optimizer.
 
     Raises:
         SkipError: if no λ of the model can learn.
@@ -175,7 +175,7 @@ def skip_parameter_groups(
 
 
 def fitting_loss(model: nn.Module, batches: Sequence[Batch], mask_token: int | None = None) -> Loss:
-    """Return the loss that fits a model and its batches; raise if the batches have nothing to predict."""
+    """Return the loss that fits a model and its batches. Raise `InputError` if nothing can be predicted."""
     check_module(model)
     with batch_errors(model, batches[0], fix_hint):
         loss = model_loss(model, batches, ImportanceSettings(mask_token=mask_token))
@@ -204,7 +204,7 @@ def try_lambdas(
     alternatives: Mapping[str, Callable[[], nn.Module]] | None = None,
     on_run: Callable[[str], None] = lambda name: None,
 ) -> dict[str, list[float]]:
-    """Train a model as it is, with each λ, and alternatives; return the loss before each step of each run.
+    """Train a model as it is, with each λ, and alternatives. Return the loss before each step of each run.
 
     Each run builds its model from the same seed and trains a copy by AdamW, with gradients clipped to norm 1
     and without warm-up. λ-skips are added, or every smaller |λ| is raised to the value. A run ends with its
@@ -243,7 +243,7 @@ def try_lambdas(
     read, runs = list(islice(each_batch(batches), steps)), dict[str, list[float]]()
     tried = [("as it is", build, None), *((f"λ = {value:g}", build, value) for value in values)]
     tried += [(name, other, None) for name, other in (alternatives or {}).items()]
-    devices = range(torch.cuda.device_count())  # those that `manual_seed` seeds
+    devices = range(torch.cuda.device_count())  # all devices that `manual_seed` changes
     with torch.random.fork_rng(devices=devices), torch.enable_grad(), suppress(KeyboardInterrupt):
         for other in (alternatives or {}).values():  # first, so that an error loses no training
             model, inputs, loss_of = _prepared(other, read, None, seed, loss, mask_token)
@@ -272,14 +272,14 @@ def _prepared(
     loss_of = loss
     if loss_of is None:
         loss_of = fitting_loss(model, inputs, mask_token)
-    torch.manual_seed(seed)  # for dropout, whatever the weights have drawn
+    torch.manual_seed(seed)  # same dropout, however many numbers the weights have drawn
     return model, inputs, loss_of
 
 
 def _train(
     model: nn.Module, batches: Sequence[Batch], steps: int, lr: float, loss: LossOfModel
 ) -> list[float]:
-    """Train a model; return the loss before each step, up to the first that is not finite."""
+    """Train a model, and return the loss before each step. Stop after a loss that is not finite."""
     optimizer, losses = torch.optim.AdamW(parameter_groups(model, 0.01), lr=lr), list[float]()
     model.train()
     for batch in islice(cycle(batches), steps):

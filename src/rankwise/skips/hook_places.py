@@ -26,7 +26,7 @@ from rankwise.skips.residual_sums import (
 from rankwise.tracing.module_calls import holds
 
 PARAMETER = "lambda_skip"
-"""Name of the parameter λ in its module; a second λ in the same module gets a number."""
+"""Name of the parameter λ in its module. A second λ in the same module gets a number."""
 NOTES = "_rankwise_skips"
 """Name of the attribute by which a module with λ lists its places."""
 
@@ -36,19 +36,19 @@ class SkipPlace:
     """Place of one λ-skip in a model: the modules, arguments and outputs at which λ is applied."""
 
     name: str = field(compare=False)
-    """Name of the module that has the parameter λ, such as ``transformer.h.0.attn``, with the number of λ."""
+    """Name of the module with the parameter λ, such as ``transformer.h.0.attn``. A second λ adds ``_2``."""
     parameter: str = field(compare=False)
     """Name of the parameter λ in that module."""
     module: str
-    """Module that returns the branch f(x), and has the parameter λ."""
+    """Name of the module that returns the branch f(x) and has the parameter λ."""
     key: Key
-    """Item of its output to which (λ − 1)·x is added."""
+    """Key of the item in the output of `module` to which (λ − 1)·x is added."""
     source: str
-    """Module that receives x."""
+    """Name of the module that receives x."""
     argument: Argument
-    """Argument that is x."""
+    """Argument of `source` that is x."""
     scope: str
-    """Module that opens and closes the slot for x in each call."""
+    """Name of the module whose calls open and close the slot for x."""
     sums: tuple[SumName, ...] = field(default=(), compare=False)
     """Names of the sums that λ scales: several if the module is called several times in a forward pass."""
     block: str = ""
@@ -70,7 +70,7 @@ class SkipPlace:
 
 
 def check_module(model: object) -> None:
-    """Raise if a model is not a module, for example a name or a pipeline."""
+    """Raise `SkipError` if a model is not a module, for example a name or a pipeline."""
     fix = "Pass the model itself, for example `pipeline.model`."
     instance_of("`model`", model, nn.Module, "a torch.nn.Module", fix=fix, error=SkipError)
 
@@ -78,7 +78,7 @@ def check_module(model: object) -> None:
 def skip_places(model: nn.Module) -> list[SkipPlace]:
     """Return the places of the λ-skips in a model, in the order of the forward pass.
 
-    Raise if λ is computed from other parameters: its value may be out of date until the next forward pass.
+    Raise `SkipError` if λ is computed from other parameters, because its value may then be out of date.
     """
     check_module(model)
     places = []
@@ -119,10 +119,10 @@ def _words(name: str) -> list[str]:
 
 
 def find_places(model: nn.Module, example: Batch) -> tuple[list[SkipPlace], list[str]]:
-    """Run a model once; return its places, and the blocks with residual connections that no hook reaches.
+    """Run a model once. Return its places for λ, and the blocks whose residual connections no hook reaches.
 
-    Several calls of a module in a forward pass belong to the same place. A norm outside of its block counts
-    as the norm of the place only if every sum has a reader; otherwise it is the final norm of a stack.
+    Several calls of a module in a forward pass belong to the same place. A norm outside of the block counts
+    as the norm of the place only if every sum has a reader. Otherwise the norm is the final norm of a stack.
     """
     with batch_errors(model, example, fix_hint):
         residuals, record = find_residuals(model, example)
@@ -154,9 +154,9 @@ def find_places(model: nn.Module, example: Batch) -> tuple[list[SkipPlace], list
 
 
 def blocks_without(model: nn.Module, names: Sequence[str]) -> list[str]:
-    """Return the items of lists that hold none of the named modules, although another item holds one.
+    """Return the items of module lists that contain no named module, if another item of the list does.
 
-    In a Sequential, only items of the same class as an item that holds one are returned.
+    In a Sequential, only items of the same class as such another item are returned.
     """
     without: list[str] = []
     for name, module in model.named_modules():
@@ -172,11 +172,12 @@ def blocks_without(model: nn.Module, names: Sequence[str]) -> list[str]:
 
 
 def _reader(total: Sum, record: ForwardRecord) -> tuple[str, str, bool] | None:
-    """Return (module, function, True if in the block) for the only reader of a sum, or None.
+    """Return (module, function, True if in the block) for the only reader of a sum. One name is empty.
 
-    The sum has no reader if it is itself the state: if it is read and also added to, or is read only by
-    matrix products, by functions with smaller outputs (such as a mean over tokens), or not at all. If the sum
-    is only added to, as in x + f(x) + g(x), the reader of the whole sum is returned.
+    Return None if the sum itself is the next state. This is so if the sum is read and also added to. It is
+    also so if only matrix products or functions with smaller outputs (such as a mean over tokens) read the
+    sum, or nothing does. For a sum that is only added to, as in x + f(x) + g(x), the reader of the whole sum
+    is returned.
     """
     same = record.same_numbers(total.result)
     uses = [use for tensor in same for use in record.uses.get(tensor, ()) if not use.copies]
@@ -196,7 +197,7 @@ def _reader(total: Sum, record: ForwardRecord) -> tuple[str, str, bool] | None:
         for _, value in items(call.output)
         if isinstance(value, Tensor) and value.numel() == size
     ]
-    # the innermost module counts whose output the outermost returns unchanged
+    # modules around the norm may return its output unchanged: take the innermost of these modules
     names = [call.name for call, value in states if torch.equal(value, states[0][1])]
     return (names[-1], "", inside) if names else ("", reads[0].function, inside)
 
@@ -205,9 +206,10 @@ def _reader(total: Sum, record: ForwardRecord) -> tuple[str, str, bool] | None:
 
 
 def _modules(residual: Residual, record: ForwardRecord, drops: bool) -> dict[str, Any] | None:
-    """Return the modules to hook, as fields of a place; None if no module returns f(x) or receives x before.
+    """Return the modules to hook, as fields of a place.
 
-    With ``drops``, functional dropout may be between the module that returns f(x) and the sum.
+    Return None if no module returns f(x), or if no module receives x before. With ``drops``, functional
+    dropout may be between the module that returns f(x) and the sum.
     """
     total = residual.sum
     x, _ = record.origin(total.operands[residual.which])
@@ -229,7 +231,10 @@ def _modules(residual: Residual, record: ForwardRecord, drops: bool) -> dict[str
 
 
 def _maker(y: Version, before: int, record: ForwardRecord, drops: bool) -> Passage | None:
-    """Return the outermost module call, before a time, that returned y, a copy of y, or a summand of y."""
+    """Return the outermost module call that returned y, a copy of y, or a summand of y before a time.
+
+    Return None if there is no such call.
+    """
     made = [passage for passage in record.returned.get(y, ()) if passage.time < before]
     if made:
         return made[-1]

@@ -1,4 +1,4 @@
-"""Hooks that apply λ in modules of a model; they stay when the model is copied, pickled or compiled."""
+"""Hooks that apply λ in modules of a model, also after the model is copied, pickled or compiled."""
 
 import threading
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from rankwise._internals.torch_private import in_backward
 from rankwise.errors import SkipError
 
 Key = int | str | None
-"""Key of an item in a module's output: an index or a name; None for the output itself."""
+"""Key of an item in a module's output: an index or a name. None means the output itself."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Argument:
 
     @no_type_check  # torch.compile traces this method, and all functions below
     def read(self, args, kwargs):
-        """Return the argument of a call; None if the call does not have it."""
+        """Return the argument of a call. Return None if the call does not have this argument."""
         if self.name is not None and self.name in kwargs:
             return kwargs[self.name]
         return args[self.position] if self.position is not None and self.position < len(args) else None
@@ -36,11 +36,11 @@ class HeldTensor:
 
     residual: Tensor | None = None
     open: bool = False
-    """True while the module that computes the sum runs; a state that is read outside is not added."""
+    """True while the module that computes the sum runs. Only states read in this time are added."""
 
 
 class ThreadSlot(threading.local):
-    """Slot for x, one per thread that runs the model; it is empty in copies and pickles of the model."""
+    """Slot for x, one per thread that runs the model. Slots are empty in copies and pickles of the model."""
 
     def __init__(self) -> None:
         self.slot = HeldTensor()  # an object, so that torch.compile tracks writes to it by several hooks
@@ -56,12 +56,12 @@ def recomputing():
 
 
 class SkipHook:
-    """Base class of all hooks of λ-skips, by which they are recognized."""
+    """Base class of all hooks of λ-skips, so that code can find these hooks among others."""
 
 
 @dataclass(eq=False)
 class AddResidual(SkipHook):
-    """Hook after a module that adds (λ − 1)·x to the branch f(x), an item of the output; x is in the slot."""
+    """Hook after a module that adds (λ − 1)·x, with x from the slot, to the branch f(x) in the output."""
 
     parameter: str
     key: Key
@@ -69,12 +69,12 @@ class AddResidual(SkipHook):
 
     @no_type_check
     def __call__(self, module, args, kwargs, output):
-        """Return the corrected output; None if no x was read, because the module is used elsewhere."""
+        """Return the corrected output. Return None if no x was read, because the module is used elsewhere."""
         slot = self.held.slot
         if not slot.open and not recomputing():
             return None
         residual, slot.residual = slot.residual, None
-        if residual is None and not slot.open:  # not filled again when recomputed
+        if residual is None and not slot.open:  # the recomputation has not read x
             subject = f"gradient checkpointing of {type(module).__name__}"
             expected = "a checkpoint around the whole block, which reads the residual again"
             fix = "Checkpoint the block in place of the mixer."
@@ -129,7 +129,7 @@ def corrected(tensor, residual, scale):
 
 
 def items(output: Any) -> Iterator[tuple[Key, Any]]:
-    """Yield (key, item) for each item of a module's output; a single tensor has the key None."""
+    """Yield (key, item) for each item of a module's output. A single tensor has the key None."""
     if isinstance(output, Tensor):
         yield None, output
     elif isinstance(output, tuple | list):
@@ -140,13 +140,13 @@ def items(output: Any) -> Iterator[tuple[Key, Any]]:
 
 @no_type_check
 def picked(output, key):
-    """Return one item of an output: a tensor itself, otherwise the item of this key; None means the first."""
+    """Return an output that is a tensor, or its item with a key. The key None means the first item."""
     return output if isinstance(output, Tensor) else output[0 if key is None else key]
 
 
 @no_type_check
 def with_value(output, key, value):
-    """Return an output with one item replaced; namedtuples and ModelOutputs keep their type."""
+    """Return an output with one item replaced. Namedtuples and ModelOutputs keep their type."""
     if isinstance(output, Tensor):
         return value
     key = 0 if key is None else key

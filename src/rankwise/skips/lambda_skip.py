@@ -1,4 +1,4 @@
-"""Define `LambdaSkip`, the λ-skip of models that are built with one; the module only needs torch."""
+"""Define `LambdaSkip`, the λ-skip of models that are built with λ-skips. This file needs torch alone."""
 
 import torch
 from jaxtyping import Float

@@ -1,4 +1,4 @@
-"""Observe λ-skips: run a model with chosen λ, return x, f(x), their sum, its mask and its norm per site."""
+"""Observe λ-skips: run a model with chosen λ, and return the tensors and norm of each sum λx + f(x)."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -25,7 +25,7 @@ from rankwise.skips.residual_sums import SumChange, SumName, probe_mode, replaci
 from rankwise.tracing import RecordedCall, record_calls
 
 ROUNDINGS = 8
-"""Tolerance for a norm of D channels, in units of √D roundings in float32, in which norms compute."""
+"""Tolerance for the output of a norm with D channels, in units of √D rounding errors of float32."""
 TRIED = (1.0, 2.0, 4.0, 8.0, 16.0)
 """Values of |λ| to try, the smallest first."""
 Lambdas = Mapping[str, Tensor | float]
@@ -43,7 +43,7 @@ class Norm:
     gain: Tensor | None = None
     """Gain γ per channel, for LayerNorm and RMSNorm."""
     reason: str = ""
-    """Reason why the norm is unknown; otherwise empty."""
+    """Reason why the norm is unknown. Empty if the norm is known."""
 
     @property
     def centre(self) -> bool:
@@ -56,7 +56,7 @@ class Norm:
         return self.kind in ("LayerNorm", "RMSNorm")
 
     def of(self, rows: Tensor) -> Tensor:
-        """Return normalized rows without gain and bias; the rows themselves if there is no known norm."""
+        """Return normalized rows without gain and bias. Without a known norm, return the rows unchanged."""
         return normed(rows, self.centre, self.eps) if self.known else rows
 
 
@@ -75,7 +75,7 @@ class ObservedSkip:
 def observe(
     model: nn.Module, batch: Batch, places: Sequence[SkipPlace], lambdas: Lambdas
 ) -> list[ObservedSkip]:
-    """Run a batch with the given λ; return every sum of the places, in the order of the forward pass."""
+    """Run a batch with the given λ, and return every sum of the places in the order of the forward pass."""
     skips: list[ObservedSkip] = []
     unlike: set[str] = set()
 
@@ -113,7 +113,7 @@ def with_lambdas(
 ) -> Iterator[None]:
     """Context manager in which a model runs with the given λ at some places; no weight of the model changes.
 
-    Places may be λ-skips, `LambdaSkip` modules or plain residual connections; places without a given λ keep
+    Places may be λ-skips, `LambdaSkip` modules or plain residual connections. Places without a given λ keep
     their λ. ``on_sum`` is called for each sum.
     """
     scaled = scaled_sums(places, {**lambdas_of(model, places), **lambdas}, on_sum)
@@ -136,10 +136,11 @@ def plain_skips(model: nn.Module) -> Iterator[None]:
 
 
 def places_in(model: nn.Module, batch: Batch) -> tuple[list[SkipPlace], list[str]]:
-    """Return the λ-skips of a model; if there are none, its residual connections, found by running the batch.
+    """Return the places of the λ-skips of a model, and an empty list.
 
-    The second result names blocks with residual connections that no hook can reach. A `LambdaSkip` module is
-    found as a residual connection, independent of its λ.
+    If the model has no λ-skips, run the batch to find its residual connections. Return the places of these
+    connections, and the names of blocks whose connections no hook can reach. A `LambdaSkip` module is found
+    as a residual connection, independent of its λ.
     """
     if places := skip_places(model):
         return places, []
@@ -148,7 +149,7 @@ def places_in(model: nn.Module, batch: Batch) -> tuple[list[SkipPlace], list[str
 
 
 def lambdas_of(model: nn.Module, places: Sequence[SkipPlace]) -> dict[str, Tensor]:
-    """Return the current λ of each site, with shape (1,) or (D,); 1 for a site without λ."""
+    """Return the current λ of each site, with shape (1,) or (D,). A site without λ has λ = 1."""
     lambdas = {}
     for place in places:
         module, around = model.get_submodule(place.module), model.get_submodule(place.block)
@@ -159,7 +160,7 @@ def lambdas_of(model: nn.Module, places: Sequence[SkipPlace]) -> dict[str, Tenso
 
 
 def raise_lambdas(lambdas: Mapping[str, Tensor], value: float) -> dict[str, Tensor]:
-    """Return λ with every |λ| raised to at least `value`; signs are preserved, and 0 counts as positive."""
+    """Return λ with every |λ| raised to at least `value`. Signs are preserved, and 0 counts as positive."""
     return {
         site: torch.where(scale < 0, -1, 1) * scale.abs().clamp(min=value) for site, scale in lambdas.items()
     }
@@ -168,7 +169,7 @@ def raise_lambdas(lambdas: Mapping[str, Tensor], value: float) -> dict[str, Tens
 def scaled_sums(
     places: Sequence[SkipPlace], lambdas: Lambdas, on_sum: OnSum | None = None
 ) -> dict[SumName, SumChange]:
-    """Return a function for each sum of the places: it computes λx + f(x)."""
+    """Return the function that computes λx + f(x) for each sum of the places, by the name of the sum."""
     return {
         name: partial(scaled_sum, place.which, lambdas[place.name], on_sum and partial(on_sum, place))
         for place in places
@@ -179,7 +180,7 @@ def scaled_sums(
 def scaled_sum(
     which: int, scale: Tensor | float, on_sum: Callable[..., None] | None, first: Tensor, other: Tensor
 ) -> Tensor:
-    """Return λ·x + y, where x is operand ``which`` (0 or 1); call ``on_sum`` with x, y and the sum."""
+    """Return λ·x + y, where x is operand ``which`` (0 or 1). Call ``on_sum`` with x, y and the sum."""
     x, branch = (other, first) if which else (first, other)
     scale = scale.to(x.device) if isinstance(scale, Tensor) else scale
     total = (x * scale).to(x.dtype) + branch
@@ -197,7 +198,7 @@ def as_batch(value: Tensor, axis: int) -> Tensor:
 
 
 def normed(rows: Tensor, centre: bool, eps: float) -> Tensor:
-    """Return LayerNorm (if ``centre``) or RMSNorm of rows, without gain and bias; zero rows stay zero."""
+    """Return LayerNorm (if ``centre``) or RMSNorm of rows, without gain and bias. Zero rows stay zero."""
     rows = rows - rows.mean(-1, keepdim=True) if centre else rows
     size = (rows.square().mean(-1, keepdim=True) + eps).sqrt()
     return rows / torch.where(size > 0, size, 1.0)
@@ -253,7 +254,7 @@ def read_norm(module: nn.Module, rows: Tensor, output: Any) -> Norm:
                     fitting.append(
                         (float(error.sum()), Norm("LayerNorm" if centre else "RMSNorm", eps, scale))
                     )
-    if fitting:  # in bfloat16, both norms may fit
+    if fitting:  # in bfloat16, both norms may fit: take the norm with the smaller error
         return min(fitting, key=lambda error_and_norm: error_and_norm[0])[1]
     reason = f"{type(module).__name__} computes neither LayerNorm nor RMSNorm of each row"
     return Norm("unknown", reason=reason)

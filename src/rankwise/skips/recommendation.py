@@ -66,7 +66,7 @@ TRIAL = Remedy(
     words="train briefly with each λ (add your --lr)", verb="skip", options=[["--try-steps", "100"]],
     code="rw.skips.try_lambdas(lambda: model, batches)",
 )  # fmt: skip
-"""First step against COLLAPSE if a loss is known, because a λ that keeps tokens apart need not train."""
+"""First step against COLLAPSE if a loss is known: a model may not train with a λ that keeps tokens apart."""
 TRIAL_WITH_LOSS = TRIAL.model_copy(update={"code": "rw.skips.try_lambdas(lambda: model, batches, loss=loss)"})
 LOAD = Remedy(words="paste the printed `load:` line into your factory")
 """Last step for a model that a factory builds, because λ-skips are written without the model."""
@@ -74,14 +74,13 @@ LOAD = Remedy(words="paste the printed `load:` line into your factory")
 
 @exclusive
 def choose_lambda(model: nn.Module, batch: Batch, stack: str) -> LambdaChoice:
-    """Return the least |λ| of 1, 2, 4, 8 and 16 with which the tokens of a stack of blocks stay apart.
+    """Return a choice of λ: the least |λ| of 1, 2, 4, 8 and 16 with which the tokens of a stack stay apart.
 
-    A trial raises every smaller |λ| of the stack to the tried value; the first value is the least |λ| of the
-    stack if that is above 1. Tokens stay apart if the token spread of the batch is at least 0.1, or half of
-    its value at the input, after every block; COLLAPSE is below 0.04. Signs of λ are preserved, and 0 counts
-    as positive. The model is not changed. No λ is named if tokens stay apart with none of them, or if λ
-    suppresses a mixer (INACTIVE_BLOCK): `LambdaChoice.advice` then says what to do. `try_lambdas` shows what
-    trains.
+    A trial raises every smaller |λ| of the stack to the tried value. The first value is the least |λ| of the
+    stack if this is above 1. Tokens stay apart if the token spread of the batch is at least 0.1, or half of
+    its value at the input, after every block (COLLAPSE is below 0.04). Signs of λ are preserved, and 0 counts
+    as positive. The model is not changed. No λ is named if no tried λ keeps tokens apart, or if λ suppresses
+    a mixer (INACTIVE_BLOCK). `LambdaChoice.advice` then says what to do. `try_lambdas` shows which λ trains.
 
     Cost: up to twelve forward passes, two with derivatives if the model has no λ-skips, and ‖M‖_F of the
     mixing matrix of each head.
@@ -126,7 +125,7 @@ def _places_of(
             plain, _ = find_places(model, batch)
         if inside := [place for place in plain if place.name.startswith(f"{stack}.")]:
             return plain, inside
-    # names of sites may lack the stack's name: take all places that belong to no other stack
+    # site names may not begin with the name of the stack: take all places that belong to no other stack
     others = tuple(f"{other}." for other in stacks - {stack})
     return places, [place for place in places if not place.name.startswith(others)]
 
@@ -141,7 +140,7 @@ def _check_stack(model: nn.Module, stack: str, stacks: set[str]) -> None:
 def _choose(
     model: nn.Module, batch: Batch, stack: str, places: Sequence[SkipPlace], inside: Sequence[SkipPlace]
 ) -> LambdaChoice:
-    """Choose λ for the places inside a stack, among all places of the model."""
+    """Return the choice of λ for the places `inside` a stack, which are some of all `places` of the model."""
     sites = [place.name for place in inside]
     if not inside:
         return LambdaChoice(
@@ -188,7 +187,7 @@ def _choose(
 
 
 def _trial(model: nn.Module, batch: Batch, stack: str) -> tuple[bool, float]:
-    """Return True if the tokens of a stack stay apart, and the lowest token spread after its blocks."""
+    """Return whether the tokens of a stack stay apart, and the lowest token spread after its blocks."""
     records = _states(model, [batch])
     _check_stack(model, stack, {state.stack for state in records})
     states = [state for state in records if state.stack == stack]
@@ -201,18 +200,19 @@ def _trial(model: nn.Module, batch: Batch, stack: str) -> tuple[bool, float]:
 def recommend(audit: AuditT, model: nn.Module, batch: Batch, loss: LossOfModel | None = None) -> AuditT:
     """Return the audit with a λ in every COLLAPSE finding, and a finding per mixer that λ suppresses.
 
-    `choose_lambda` chooses the λ. The remedy is a command if a command made the audit, else Python; if a loss
-    is known and the model has no λ-skips, it begins with a trial of several λ by `try_lambdas`. A mixer
-    is reported as INACTIVE_BLOCK if ``mixer_share``, the mean of ‖f(x)‖/‖λx + f(x)‖ over tokens, is below
-    0.01, and no block around the mixer is reported. Of a dict, only the first four sequences are examined.
-    Cost: nothing without COLLAPSE and λ-skips; otherwise one forward pass, one more with λ-skips, and up to
+    `choose_lambda` chooses the λ. The remedy is a command if a command made the audit, otherwise Python. If a
+    loss is known and the model has no λ-skips, the remedy begins with a trial of several λ by `try_lambdas`.
+    A mixer is reported as INACTIVE_BLOCK if ``mixer_share``, the mean of ‖f(x)‖/‖λx + f(x)‖ over tokens, is
+    below 0.01, and no block around the mixer is reported. If the batch is a dict, only its first four
+    sequences are examined.
+    Cost: nothing without COLLAPSE and λ-skips. Otherwise one forward pass, one more with λ-skips, and up to
     eleven per collapsed stack.
 
     Args:
         audit: complete audit of this model.
         model: model that was audited.
         batch: inputs that were audited, or some of them.
-        loss: loss for the trial, as in `try_lambdas`; by default that of labels or next tokens.
+        loss: loss for the trial, as in `try_lambdas`. By default, labels or next tokens are predicted.
 
     Raises:
         InputError: if the audit is of another model or incomplete, or the model does not run on the batch.
@@ -337,7 +337,10 @@ def advise_lambda(finding: Finding, model: nn.Module, batch: Batch, places: Sequ
 
 
 def _remedy(model: nn.Module, choice: LambdaChoice, places: Sequence[SkipPlace]) -> Remedy:
-    """Return the remedy that adds or raises λ below the chosen λ, or the advice if no λ is named."""
+    """Return the remedy for COLLAPSE: add the chosen λ, or raise every smaller |λ| in the stack to its value.
+
+    Return the advice alone if no λ is named. If no |λ| is smaller, ask for a batch that collapses.
+    """
     if choice.value is None:
         return Remedy(words=choice.advice)
     current = lambdas_of(model, places)
@@ -375,7 +378,7 @@ def _remedy(model: nn.Module, choice: LambdaChoice, places: Sequence[SkipPlace])
 def mixing_shares(
     model: nn.Module, batch: Batch, places: Sequence[SkipPlace], lambdas: Lambdas | None = None
 ) -> dict[str, float]:
-    """Return the mean of ‖f(x)‖/‖λx + f(x)‖ for each site; the largest mean if it is called repeatedly."""
+    """Return the mean of ‖f(x)‖/‖λx + f(x)‖ for each site. For repeated calls, return the largest mean."""
     shares: dict[str, float] = {}
     for skip in observe(model, batch, places, lambdas or {}):
         size, whole = (torch.linalg.vector_norm(x.double(), dim=-1) for x in (skip.branch, skip.total))

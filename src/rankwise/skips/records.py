@@ -1,4 +1,4 @@
-"""Records of λ-skip certificates and of choices of λ; this module does not import torch."""
+"""Records of λ-skip certificates and of choices of λ. This module does not import torch."""
 
 from typing import Literal
 
@@ -8,7 +8,7 @@ from rankwise._internals.files import SavedRecord
 from rankwise._internals.records import Number, Record
 
 MOST_LAMBDA = 1000
-"""Larger |λ| suppress all mixers: they are not told apart in words."""
+"""Largest |λ| that is stated as a number. Larger |λ| suppress all mixers."""
 
 
 class _Numbers(Record):
@@ -29,19 +29,19 @@ class LayerCertificate(_Numbers):
     norm: str
     """Norm layer that reads the sum: "none", "LayerNorm", "RMSNorm", or "unknown" (nothing is proved)."""
     absolute_spread_ratio: float | None = None
-    """Measured ratio of μ after the skip connection to μ before it, of the sequence with the least ratio."""
+    """Measured ratio of μ after the skip connection to μ before it: the least ratio of all sequences."""
     absolute_spread_ratio_bound: float | None = None
     """Lower bound of the ratio at the current λ, proved for this batch."""
     min_lambda_proved: float | None = None
-    """Least |λ| from which on the ratio is proved to be at least `keep_spread` on this batch.
+    """Least |λ| at and above which the ratio is proved to be at least `keep_spread` on this batch.
 
-    With one λ per channel, each |λ| must reach it. None if a norm reads the sum and channels differ, because
-    no such number exists.
+    With one λ per channel, each |λ| must reach this value. None if a norm reads the sum and λ differs between
+    channels, because no such number exists.
     """
     min_lambda_proved_relative: float | None = None
-    """Like ``min_lambda_proved``, but for the token spread μ/‖Y‖_F; None if a norm reads the sum."""
+    """Like ``min_lambda_proved``, but for the token spread μ/‖Y‖_F. None if a norm reads the sum."""
     mixing_share: float
-    """Mean over sequences of ‖f(x)‖/‖λx + f(x)‖; near 0, the mixer no longer matters."""
+    """Mean over sequences of ‖f(x)‖/‖λx + f(x)‖. Near 0, the mixer no longer matters."""
 
 
 class StackCertificate(_Numbers):
@@ -50,13 +50,13 @@ class StackCertificate(_Numbers):
     stack: str
     layers: int
     spread_ratio: float | None = None
-    """Ratio of μ/‖Y‖ at the end to μ/‖Y‖ at the start, mean over sequences; None if all are left out."""
+    """Mean over sequences of μ/‖Y‖ at the end over μ/‖Y‖ at the start. None if all are left out."""
     absolute_spread_ratio: float | None = None
-    """Like ``spread_ratio``, but for μ; without a norm, a large λ increases it by making states longer."""
+    """Like ``spread_ratio``, but for μ. Without a norm, a large λ increases this ratio: states get longer."""
     left_out: int
-    """Number of sequences left out because their tokens are equal at the start: no spread to keep."""
+    """Number of sequences left out because their tokens are equal at the start of the stack."""
     min_lambda_proved: float | None = None
-    """Largest ``min_lambda_proved`` of the layers; it holds for each single layer, not for the stack."""
+    """Largest ``min_lambda_proved`` of the layers. It is proved for each layer, not for the whole stack."""
 
 
 class SkipCertificate(SavedRecord, _Numbers):
@@ -78,23 +78,23 @@ def lambda_words(least: float) -> str:
 
 
 class LambdaChoice(Record):
-    """λ chosen for one stack of blocks, by trials and by a proof; neither shows if training works with λ."""
+    """λ chosen for one stack of blocks, by trials and by a proof. Neither shows if training works with λ."""
 
     stack: str
     sites: list[str]
-    """Names of the λ-skips or residual connections in the stack; empty if none was found."""
+    """Names of the λ-skips or residual connections in the stack. Empty if none was found."""
     value: float | None
-    """Least |λ| tried with which tokens stay apart. None without such a |λ|, or if a mixer would be
-    reported as INACTIVE_BLOCK with it: then no λ is named."""
+    """Least tried |λ| with which tokens stay apart. None if there is no such |λ|, or if a mixer would be
+    reported as INACTIVE_BLOCK with this λ."""
     removes_collapse: bool
     """True if the last |λ| of `tried` keeps tokens apart: a token spread of at least 0.1, above COLLAPSE."""
     tried: list[tuple[float, Number]]
     """Pairs (|λ|, lowest token spread after a block of the stack), in the order of the trials."""
     proved: float | None
-    """|λ| from which on each layer is proved to keep √½ of the μ of its input on this batch (√½ of μ/‖Y‖
-    if no norm follows the sum). None if it is unknown or infinite."""
+    """Least |λ| at and above which each layer is proved to keep √½ of the μ of its input on this batch (√½ of
+    μ/‖Y‖ if no norm follows the sum). None if this |λ| is unknown or infinite."""
     mixing_share: Number
-    """Mean of ‖f(x)‖/‖λx + f(x)‖ in the stack at the best |λ| tried; near 0, the mixers no longer matter."""
+    """Mean of ‖f(x)‖/‖λx + f(x)‖ in the stack at the best |λ| tried. Near 0, mixers no longer matter."""
     summary: str = ""
     """What was tried, what is proved, and what is known about training, in words."""
     advice: str = ""

@@ -27,7 +27,7 @@ COPIES = frozenset((
 ))  # fmt: skip
 """Names of autograd nodes of functions that return the values of one tensor in another tensor."""
 PRODUCTS = LINEAR_LAYERS | TENSOR_PRODUCTS | ADDED_PRODUCTS | {torch.einsum, F.multi_head_attention_forward}
-"""Matrix products, by which a linear layer is distinguished from a norm."""
+"""Matrix products. A function in this set cannot be the norm that reads a sum."""
 
 Version = tuple[int, int]
 """State of a tensor: its Python id, and how often the tensor was changed in place before."""
@@ -46,7 +46,7 @@ class Sum:
     operands: tuple[Version, Version]
     edges: tuple[GradientEdge, GradientEdge]
     origins: tuple[GradientEdge, GradientEdge]
-    """Edges of the tensors of which the operands are copies; the edges themselves if they are none."""
+    """Edges of the original tensors if operands are copies. Otherwise the edges of the operands."""
     result: Version
     out: GradientEdge
     like: Tensor
@@ -68,9 +68,9 @@ class Use:
     """True if the function returns a copy of the tensor."""
     function: str
     numbers: int
-    """Entries of the largest output; 0 for a matrix product.
+    """Number of entries of the largest output. 0 for a matrix product.
 
-    A function may be a norm only if this number is that of the sum.
+    A function that reads a sum may be a norm only if its output has as many entries as the sum.
     """
 
 
@@ -81,7 +81,7 @@ class Passage:
     time: int
     call: ModuleCall
     place: Any
-    """`Argument` of the call; in an output, the key of the item."""
+    """`Argument` of a received tensor, or the key of a returned tensor in the output."""
     shape: torch.Size
 
 
@@ -91,7 +91,8 @@ class ForwardRecord:
 
     sums: list[Sum] = field(default_factory=list)
     sources: dict[Version, tuple[Version, str, GradientEdge]] = field(default_factory=dict)
-    """By tensor: its source, "copy" (or cast, or view of all values) or "dropout", and the source's edge."""
+    """For each copied tensor: its source, "copy" or "dropout", and the edge of the source. Casts and views of
+    all values count as copies."""
     uses: dict[Version, list[Use]] = field(default_factory=dict)
     received: dict[Version, list[Passage]] = field(default_factory=dict)
     returned: dict[Version, list[Passage]] = field(default_factory=dict)
@@ -100,7 +101,7 @@ class ForwardRecord:
     time: int = 0
 
     def tick(self) -> int:
-        """Return the time of a new event: the number of events so far."""
+        """Return the time of a new event: the number of events including the new event."""
         self.time += 1
         return self.time
 
@@ -125,7 +126,10 @@ class ForwardRecord:
             notes.setdefault(version(value), []).append(Passage(time, call, place, value.shape))
 
     def origin(self, tensor: Version, edge: Any = None) -> tuple[Version, Any]:
-        """Return the tensor at the start of the chain of copies that ends with a tensor, and its edge."""
+        """Return the tensor from which a tensor was copied, maybe in several steps, and its edge.
+
+        A tensor that is not a copy is returned with the given edge.
+        """
         while tensor in self.sources and self.sources[tensor][1] == "copy":
             tensor, _, edge = self.sources[tensor]
         return tensor, edge
@@ -161,7 +165,7 @@ class SumNames:
 
     def next(self) -> SumName:
         """Return the name of the next sum, which belongs to the innermost running module."""
-        call = self._running[-1] if self._running else None  # none in hooks that run after the model
+        call = self._running[-1] if self._running else None  # a hook may run after all modules
         name, serial = (call.name, call.serial) if call else ("", -1)
         counts = self._counts.setdefault(name, {})
         counts[serial] = counts.get(serial, -1) + 1
@@ -171,7 +175,8 @@ class SumNames:
 class SumRecorder(TorchFunctionMode):
     """Mode that records sums, copies and uses of tensors, with the autograd graph between them.
 
-    Functional dropout returns a copy here, so that tensors before and after it differ in evaluation mode too.
+    Functional dropout returns a copy in this mode. Otherwise, in evaluation mode, dropout would return its
+    input itself.
     """
 
     def __init__(self, running: Sequence[ModuleCall], record: ForwardRecord) -> None:
@@ -255,10 +260,10 @@ class ReplaceSums(TorchFunctionMode):
 
 @no_type_check
 def operands(func, args, kwargs):
-    """Return the two operands of a plain sum with as many axes as token states; None for anything else.
+    """Return the two operands of a plain sum with as many axes as token states. Return None otherwise.
 
-    Sums that broadcast an operand count: positions + words broadcasts for batches of several sequences only,
-    and names of sums must not depend on the batch size.
+    Sums that broadcast an operand are included, because names of sums must not depend on the batch size. For
+    example, positions + words broadcasts only in batches of several sequences.
     """
     if func not in SUMS or kwargs.get("alpha", 1) != 1:
         return None
@@ -271,7 +276,7 @@ def operands(func, args, kwargs):
 
 @no_type_check
 def source_of(given, made):
-    """Return the tensor of which `made` is a copy, cast or view with all values; None if there is none."""
+    """Return the tensor that `made` copies, casts or views in full. Return None if `made` is new."""
     node, behind = made.grad_fn, set()
     while (
         node is not None and node.name() in COPIES and not any(other for other, _ in node.next_functions[:-1])
@@ -301,7 +306,7 @@ class Residual(NamedTuple):
 
 
 def find_residuals(model: nn.Module, example: Batch) -> tuple[list[Residual], ForwardRecord]:
-    """Run a model once; return its residual connections around mixers, and the record of the pass.
+    """Run a model once. Return its residual connections around mixers, and the record of the pass.
 
     A sum x + y is a residual connection around a mixer if y = f(x), that is ∂y/∂x ≠ 0, and f mixes tokens:
     some ∂y_t/∂x_u with t ≠ u is not zero. A feed-forward part has ∂y_t/∂x_u = 0 for t ≠ u. If y depends in
@@ -329,7 +334,7 @@ def find_residuals(model: nn.Module, example: Batch) -> tuple[list[Residual], Fo
             parameter.requires_grad_(False)
     candidates = (_residual(total, record.sums) for total in record.sums)
     residuals = [residual for residual in candidates if residual is not None]
-    if any(bool(tensor.isnan().any()) for tensor in floating(tensors_in(output))):  # infinity may be a mask
+    if any(bool(tensor.isnan().any()) for tensor in floating(tensors_in(output))):  # a mask may be infinite
         raise _not_finite("the output of the model")
     dropped: set[SumName] = set()
     for outer in residuals:
@@ -346,7 +351,7 @@ def find_residuals(model: nn.Module, example: Batch) -> tuple[list[Residual], Fo
 
 
 def _residual(total: Sum, sums: Sequence[Sum]) -> Residual | None:
-    """Return a sum as a residual connection if f mixes tokens of x or of an earlier sum; None otherwise."""
+    """Return the residual connection of a sum. Return None if f mixes no tokens of x or an earlier sum."""
     sides = [(which, total.origins[which], total.edges[1 - which]) for which in (0, 1)]
     sides = [(which, x, y) for which, x, y in sides if x.node is not y.node and x.node in graph_nodes(y.node)]
     if sides and not bool(total.like.isfinite().all()):
@@ -368,14 +373,14 @@ def _residual(total: Sum, sums: Sequence[Sum]) -> Residual | None:
 def _mixed_axis(
     y: GradientEdge, x: GradientEdge, total: Sum, operand: GradientEdge | None = None
 ) -> int | None:
-    """Return the axis along which the last or first token of y depends on several tokens of x, or None.
+    """Return the axis of x along which the last or first token of y depends on several tokens.
 
-    The axis is that of a copy of x, if `operand` is one.
+    Return None if there is no such axis. If `operand` is a copy of x, the axis is an axis of the copy.
     """
     like = total.like
     ramp = torch.linspace(0.5, 1.5, like.shape[-1], dtype=torch.float32).cos().to(like)
     for token in (-1, 0):
-        weights = torch.zeros_like(like)  # unequal weights: with equal ones, entries may cancel
+        weights = torch.zeros_like(like)  # unequal weights: with equal weights, entries may cancel
         weights[(token,) * (like.dim() - 1)] = ramp
         try:
             (gradient,) = torch.autograd.grad([y], [x], [weights], retain_graph=True, allow_unused=True)
@@ -419,6 +424,6 @@ def replacing_sums(model: nn.Module, changes: Mapping[SumName, SumChange]) -> It
 
 @contextmanager
 def probe_mode(model: nn.Module) -> Iterator[None]:
-    """Context manager for evaluation mode, gradients, and no compiled functions."""
+    """Context manager in which models run in evaluation mode, with gradients, without compiled functions."""
     with uncompiled(), eval_mode(model), torch.enable_grad():
         yield

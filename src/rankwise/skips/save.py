@@ -34,13 +34,13 @@ class SkipFacts(BaseModel, extra="forbid"):
     frozen: list[str] = []
     """Sites whose λ receives no gradients."""
     fitted: dict[str, Any] = {}
-    """Notes on how λ was found; `rankwise skip` replaces a folder only if they name its model."""
+    """Notes on how λ was found. `rankwise skip` replaces a folder only if the notes name the same model."""
 
 
 def save_skips(
     model: nn.Module, folder: str | Path, fitted: dict[str, Any] | None = None
 ) -> tuple[Path, Path]:
-    """Write λ-skips into a folder, as ``skips.safetensors`` and ``skips.json``; return the paths of both.
+    """Write λ-skips into a folder, as ``skips.safetensors`` and ``skips.json``. Return the paths of both.
 
     If FSDP2 shards the model, call this in every process, because λ is gathered from all of them.
 
@@ -86,7 +86,7 @@ def save_skips(
 def load_skips(
     model: nn.Module, folder: str | Path, example: Batch | None = None, missing_ok: bool = False
 ) -> Skips:
-    """Add saved λ-skips to a model with the same parameters (example: `save_skips`).
+    """Add saved λ-skips to a model with the same parameters, and return the λ-skips (example: `save_skips`).
 
     Args:
         folder: folder that `save_skips` wrote.
@@ -140,19 +140,22 @@ def load_skips(
 
 
 def fit_notes(folder: Path) -> dict[str, Any]:
-    """Return the notes on how the λ in a folder was found; empty if the folder has no readable λ-skips."""
+    """Return the notes on how the λ in a folder was found. Return {} without readable λ-skips."""
     with suppress(OSError, ValueError):
         return SkipFacts.model_validate_json((folder / FACTS).read_text("utf-8")).fitted
     return {}
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
-    """Return the module that the λ-skips were added to, which may be inside wrappers; raise if it changed."""
+    """Return the module that the λ-skips were added to, which may be inside wrappers.
+
+    Raise `SkipError` if names of modules changed or if the model has an adapter.
+    """
     changed = any(hasattr(module, "base_layer") for module in model.modules())
     sites = [place.name for place in skip_places(model)]
     roots = [] if changed else [root for root in model.modules() if _names(root) == sites]
     if roots:
-        return roots[-1]  # inside wrappers whose names `_names` leaves out
+        return roots[-1]  # the innermost: wrappers do not change `_names`
     raise SkipError(
         f"model {type(model).__name__}", expected="the model that λ was added to, or a wrapper",
         got="one with an adapter" if changed else "a part, several, or other names of modules",
@@ -161,7 +164,7 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 
 def _names(model: nn.Module) -> list[str]:
-    """Return the names that the sites have by the current names of modules, without wrappers of parts."""
+    """Return the names of the sites, from current names of modules without the names of wrappers."""
     return [
         original_name(place.module) + place.parameter.removeprefix(PARAMETER) for place in skip_places(model)
     ]

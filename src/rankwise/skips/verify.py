@@ -1,4 +1,4 @@
-"""Verify added λ-skips: raise if the model with hooks differs from the model with scaled sums."""
+"""Verify added λ-skips: raise `SkipError` if the model with hooks differs from the model with scaled sums."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,11 +16,11 @@ from rankwise.skips.residual_sums import SumName, run_with
 
 
 def verify(model: nn.Module, example: Batch, places: Sequence[SkipPlace], every: Sequence[SkipPlace]) -> None:
-    """Raise if a model with λ-skips at some of its places does not compute λ·x + f(x) on an example.
+    """Raise `SkipError` if a model with λ-skips at some places does not compute λ·x + f(x) on an example.
 
     At λ = 1, outputs must be bit-identical to the original model. At λ from 0.6 to 0.9, different per site,
     every sum must equal the scaled sum (`SumCheck`), and outputs must agree up to a relative error of √ε
-    (ε of the dtype). Each compared sum is then replaced by the scaled sum, so that rounding does not add up.
+    (ε of the dtype). Each compared sum is replaced by the scaled sum, so that rounding errors do not add up.
     """
     scales = {place.name: 0.9 - 0.3 * i / len(places) for i, place in enumerate(places)}
     with without_skips(model):
@@ -46,7 +46,7 @@ def verify(model: nn.Module, example: Batch, places: Sequence[SkipPlace], every:
 
 
 class SumCheck:
-    """Compare a sum of a model with hooks to λ·x + y, for the same x and y.
+    """Comparison of a sum in a model with hooks to λ·x + y, for the same x and y.
 
     The error e of a token is accepted if
 
@@ -69,12 +69,12 @@ class SumCheck:
         return self._agreed == self._operands.keys()
 
     def keep(self, name: SumName, first: Tensor, other: Tensor) -> Tensor:
-        """Store the operands of a sum, and return the scaled sum; for the pass without hooks."""
+        """In the pass without hooks, store the operands of a sum, and return the scaled sum."""
         self._operands[name] = (first.detach().clone(), other.detach().clone())
         return self._scaled(first, other)
 
     def at_sum(self, name: SumName, first: Tensor, other: Tensor) -> Tensor:
-        """Compare a sum of the pass with hooks to the scaled sum, and return the scaled sum."""
+        """In the pass with hooks, compare a sum to the scaled sum, and return the scaled sum."""
         got = first + other
         if name not in self._operands:  # the pass without hooks had no such sum: compare outputs only
             return got
