@@ -60,7 +60,7 @@ def command(
             "tasks. K/N: audit shard K only, for `rankwise merge`.",
         ),
     ] = None,
-    delta: Annotated[float, typer.Option(help="Count singular values above this threshold as rank.")] = 1e-2,
+    delta: Annotated[float, typer.Option(help="Count singular values of at least this size as rank.")] = 1e-2,
     rank_method: Annotated[
         str, typer.Option(help="Method for ranks: exact, estimate, or auto (exact up to 8,192 tokens).")
     ] = "auto",
