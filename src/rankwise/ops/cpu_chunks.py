@@ -33,14 +33,14 @@ from torch import Tensor
 from rankwise.ops.arguments import Call, Sums, as_dtype, sum_dtype
 
 CHUNK = 64
-"""Largest number of tokens per chunk; sums of w² are float64 only across chunks."""
+"""Largest number of tokens per chunk. Sums of w² across chunks are float64; within a chunk they may be float32."""
 NUMPY = {torch.float32: np.float32, torch.float64: np.float64}
 """numpy dtype for each dtype of sums."""
 ALLOWED = {"reassoc", "contract", "arcp", "nsz"}
-"""Changes the compiler may make: reorder sums, fuse a product and a sum, multiply by 1/y, drop the sign of 0.
+"""Fast-math flags of numba: changes that the compiler may make to floating-point operations.
 
-The compiler may not assume that NaN and infinity do not occur, because they must reach the output. It may
-not approximate functions either.
+The compiler may reorder sums, fuse a product and a sum, multiply by 1/y, and drop the sign of 0. It may not
+assume that NaN and infinity do not occur, because they must reach the output, nor approximate functions.
 """
 TWO_THREADS_FROM = 1 << 19
 """Number of entries of the input w from which several threads are faster than one."""
@@ -50,8 +50,8 @@ class Loop:
     """Function with a loop over arrays, compiled for each combination of dtypes; runs without the GIL.
 
     The disk cache of numba keeps all signatures of a function in one index file. Two processes can overwrite
-    this file such that it names the wrong machine code. So each signature is compiled as a separate function.
-    Its name contains a hash of signature, sources, versions and processor, so that equal names mean equal
+    this file such that it names the wrong machine code. So each signature is compiled as a separate function
+    whose name contains a hash of signature, sources, versions and processor. Equal names then mean equal
     machine code.
     """
 
@@ -69,9 +69,9 @@ class Loop:
     def run(self, given: tuple[Any, ...], tasks: int, threads: int) -> None:
         """Call the compiled function with ``(*given, low, high)`` for slices low ≤ i < high of all tasks.
 
-        Each task writes to other entries of the result arrays. A thread that is done takes the next slice, so
-        no thread waits for a slow thread. The calling thread works too, and cancels threads that have not
-        begun when no slice is left.
+        No two tasks write to the same entry of a result array. A thread that is done takes the next slice, so
+        no thread waits for a slow thread. The calling thread works too. When no slice is left, it cancels the
+        threads that have not begun.
         """
         run = self.of(*given, 0, tasks)  # compiled before the threads start, so that only one compiles
         if min(threads, tasks) <= 1:
@@ -99,7 +99,7 @@ class Loop:
 
 
 def inlined(function: FunctionType, allowed: set[str] = ALLOWED) -> Callable[..., Any]:
-    """Return a function that numba inlines into each loop that calls it, with only ``allowed`` changes."""
+    """Return a function that numba inlines into loops, compiled with the fast-math flags ``allowed``."""
     return numba.njit(nogil=True, fastmath=allowed, error_model="numpy", forceinline=True)(function)
 
 
@@ -110,12 +110,12 @@ def threads_for(numbers: int) -> int:
 
 @cache
 def thread_pool(process: int, threads: int) -> ThreadPoolExecutor:
-    """Return a thread pool; the process id is a key, because a forked process has none of the threads."""
+    """Return a cached thread pool of a process id, because a forked process has none of the threads."""
     return ThreadPoolExecutor(threads, thread_name_prefix="rankwise-tssa")
 
 
 def _compile(function: FunctionType, signature: tuple[Any, ...]) -> Callable[..., Any]:
-    """Compile a function for one signature, under a name with a hash of all inputs of the compiler."""
+    """Return a function compiled for one signature, whose name has a hash of all inputs of the compiler."""
     named = FunctionType(function.__code__, function.__globals__, function.__name__)
     origin = _origin(Path(function.__code__.co_filename))
     digest = sha256(f"{signature} {origin}".encode()).hexdigest()[:16]
@@ -172,7 +172,7 @@ class ChunkedCall:
         self.threads = threads_for(self.w.size)
 
     def flat(self, x: Tensor | None) -> np.ndarray:
-        """Return a tensor (B, T, …) as an array (M, …) of the real tokens; None as an empty array."""
+        """Return a tensor (B, T, …) as an array (M, …) of the real tokens; return an empty array for None."""
         if x is None:
             return np.zeros((0, 0), NUMPY[self.dtype])
         rows = array(x, self.dtype).reshape(-1, *x.shape[2:])
@@ -192,12 +192,12 @@ class ChunkedCall:
         loop.run(arrays, len(self.chunks.first), self.threads)
 
     def empty_sums(self) -> tuple[np.ndarray, np.ndarray]:
-        """Allocate the sums of each chunk: of weight · w² (C, H, K), and of token weights (C, H, 1)."""
+        """Return empty arrays for the sums over C chunks of weight · w², (C, H, K), and of weight, (C, H, 1)."""
         count, shape = len(self.chunks.first), self.w.shape[1:]
         return np.empty((count, *shape), self.w.dtype), np.empty((count, shape[0], 1))
 
     def sums(self, weight: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-        """Return the sums of weight · w² and of weight over each chunk; None means that all weights are 1."""
+        """Return the sums of weight · w² and of weight over each chunk; if ``weight`` is None, weights are 1."""
         squares, masses = self.empty_sums()
         weight = self.flat(None) if weight is None else weight
         self.run(add_chunks, self.w, weight, *self.decay, *self.chunks[:2], squares, masses)
@@ -302,7 +302,7 @@ def add_row(row, weight, sums, factors):
 @inlined
 @no_type_check
 def add_chunk(w, weight, power, rate, first, last, sums, mass):
-    """Write the sums of weight · w² and of weight over a chunk to `sums` and `mass`; no weight means 1."""
+    """Write the sums of weight · w² and of weight over a chunk; if `weight` is empty, weights are 1."""
     by = w.dtype.type(1)
     sums[:] = 0
     mass[:] = 0
@@ -395,7 +395,7 @@ def softmax_rows(score, temperature, out, first, last):
         top = temperature[0] * score[t, 0]
         for h in range(heads):
             out[t, h] = temperature[h] * score[t, h]
-            if not out[t, h] <= top:  # true for NaN, which thus becomes the maximum
+            if not out[t, h] <= top:  # true for NaN, which becomes the maximum and the output
                 top = out[t, h]
         for h in range(heads):
             out[t, h] -= top
@@ -414,8 +414,8 @@ def softmax_rows(score, temperature, out, first, last):
 def softmax_rows_back(membership, d_membership, score, temperature, d_score, d_temperature, first, last):
     """Write the gradients of scores to `d_score`; add the gradient of the temperature to `d_temperature`.
 
-    The gradient of a score is temperature · Π (d_Π - Σ_h Π d_Π), where Π is the membership and d_Π its
-    gradient.
+    The gradient of a score is temperature · Π (d_Π - Σ_h Π d_Π), where Π is the membership, d_Π the gradient
+    of Π, and h a head.
     """
     heads = membership.shape[1]
     for t in range(first, last):

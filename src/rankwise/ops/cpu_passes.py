@@ -16,9 +16,10 @@ Bidirectional TSSA, with sums over all tokens::
     m = Σ_t Π_t w_t²/(Σ_t Π_t + eps)       moment: mean of w² weighted by Π
     output_t = -Π_t w_t factor, factor = 1/(1 + m)
 
-d_x is the gradient of the loss with respect to x. The causal gradient is computed in three loops over chunks:
-through outputs, through memberships, and through scores. `cpu_chunks` describes chunks and arrays. In chunk
-i, arrays with one entry per sequence, such as inverse (B, H, K), are read at sequence[i].
+d_x is the gradient of the loss with respect to x, for any name x above. The causal gradient is computed in
+three loops over chunks: through outputs, through memberships, and through scores. `cpu_chunks` describes
+chunks and arrays. In chunk i, arrays with one entry per sequence, such as inverse (B, H, K), are read at
+sequence[i].
 """
 
 from typing import no_type_check
@@ -90,7 +91,7 @@ def _causal_forward(work: ChunkedCall, score: np.ndarray, membership: np.ndarray
 def _causal_backward(
     work: ChunkedCall, arrays: list[np.ndarray], d_end: list[np.ndarray], dw: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, Sums]:
-    """Write the gradient of w; return the gradients of temperature (per chunk), scores and initial sums."""
+    """Write the gradient of w to `dw`; return those of temperature (per chunk), scores and initial sums."""
     membership, score, d_output, given = arrays
     w, where, start = work.w, (*work.decay, *work.chunks[:2]), work.wide(work.call.initial_sums())
     d_membership, (d_begin, d_begin_mass) = np.empty_like(membership), work.empty_sums()
@@ -186,7 +187,7 @@ def running_row(row, weight, begin, local, factors, out):
 @inlined
 @no_type_check
 def output_row_back_causal(row, d_output, out, share, membership, n):
-    """Return minus d_Π and minus d_n through one token's output; write d_a to `share` and d_w to `out`."""
+    """Return -d_Π and -d_n through one token's output; replace a in `share` by d_a; write d_w to `out`."""
     real = row.dtype.type
     direct, mass = real(0), real(0)
     scale = real(1) / n
@@ -206,7 +207,7 @@ def output_row_back_causal(row, d_output, out, share, membership, n):
 @inlined
 @no_type_check
 def assigned_row_back(row, out, share, local, factors, membership):
-    """Add the gradient of w through assigned energies to `out`; return the gradient of the membership."""
+    """Add the gradient of w through assigned energies to `out`; return the gradient of Π (membership)."""
     two, through = row.dtype.type(2), row.dtype.type(0)
     for k in range(len(row)):
         g = local[k] + share[k]
@@ -356,7 +357,7 @@ def _bidirectional_forward(
 def _bidirectional_backward(
     work: ChunkedCall, arrays: list[np.ndarray], sums: Sums, dw: np.ndarray
 ) -> np.ndarray:
-    """Write the gradient of w; return the gradient of the temperature per chunk."""
+    """Write the gradient of w to `dw`; return the gradient of the temperature per chunk."""
     membership, score, d_output, given = arrays
     w, chunks = work.w, work.chunks
     energy, assigned, mass = (array(x, work.dtype) for x in sums)
@@ -421,7 +422,7 @@ def outputs_bidirectional(w, membership, factor, first, last, sequence, out, low
 @inlined
 @no_type_check
 def output_row_back_bidirectional(row, d_output, factor, membership, sums):
-    """Return minus d_Π through one token's output; add the token's part of d_m to `sums`."""
+    """Return -d_Π through one token's output; add the token's part of d_m to `sums`."""
     out = row.dtype.type(0)
     for k in range(len(row)):
         x = d_output[k] * row[k] * factor[k]
@@ -435,7 +436,7 @@ def output_row_back_bidirectional(row, d_output, factor, membership, sums):
 def outputs_back_bidirectional(
     w, d_output, membership, factor, first, last, sequence, direct, added, low, high
 ):
-    """Write minus d_Π through the outputs to `direct`, and each chunk's part of d_m to `added`."""
+    """Write -d_Π through the outputs to `direct`, and each chunk's part of d_m to `added`."""
     for i in range(low, high):
         added[i] = 0
         for t in range(first[i], last[i]):
@@ -452,8 +453,8 @@ def scores_back_bidirectional(
 ):  # fmt: skip
     """Write the gradients of scores and, per chunk, of temperatures, and the sums Σ_t d_score w².
 
-    On input, d_membership contains minus the gradient of memberships through the outputs. It is overwritten
-    by their whole gradient. `given` is the gradient of memberships from the loss directly.
+    On input, d_membership contains minus the gradient of memberships through the outputs. The loop replaces
+    it by the whole gradient of memberships. `given` is the gradient of memberships from the loss directly.
     """
     for i in range(low, high):
         n = sequence[i]

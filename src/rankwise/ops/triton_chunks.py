@@ -78,7 +78,7 @@ def triangle(x, age, real, rate, REVERSE: tl.constexpr):
 def running(x, age, real, rate, DECAYED: tl.constexpr):
     """Return the running sum Σ_{u ≤ t} λ^(age_t - age_u) x_u at each token t of a chunk."""
     if DECAYED:
-        finite = tl.abs(x) < float("inf")  # a product 0 · NaN would reach earlier tokens
+        finite = tl.abs(x) < float("inf")  # in the product, 0 · NaN would reach earlier tokens
         weight = triangle(x, age, real, rate, False)
         total = tl.dot(weight, tl.where(finite, x, 0.0), input_precision="ieee", out_dtype=x.dtype)
         return total + tl.cumsum(tl.where(finite, 0.0, x), 0)
@@ -125,7 +125,8 @@ def carry_kernel(
 ):  # fmt: skip
     """Write the running sums at the start of each chunk to `before`, and after each row to `end`.
 
-    ``chunks`` is the number of chunks of each row.
+    Each sum has X entries per head, and each row has `chunks` chunks. If BACKWARD, sums run from the last
+    chunk to the first, and `before` contains the sums at the end of each chunk.
     """
     n, h = tl.program_id(0), tl.program_id(1)
     x = tl.arange(0, BX)
@@ -188,7 +189,7 @@ class Chunks:
         )  # fmt: skip
 
     def sums(self, weight: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the sums of weight · w² and of weight over each chunk; None means that all weights are 1."""
+        """Return the sums of weight · w² and of weight over each chunk; if ``weight`` is None, weights are 1."""
         total = self.w.new_empty((self.count, self.heads, self.width), dtype=self.dtype)
         mass = total.new_empty((self.count, self.heads, 1))
         by = self.w if weight is None else weight.contiguous()
@@ -216,7 +217,7 @@ class Chunks:
         return self.carry(sums, sums.new_zeros(len(self.w), *sums.shape[1:]))[1]
 
     def per_token(self) -> Tensor:
-        """Allocate a tensor for one number per token and head, (B, T, H)."""
+        """Return an uninitialized tensor for one number per token and head, (B, T, H)."""
         return self.w.new_empty(self.w.shape[:3], dtype=self.dtype)
 
 
