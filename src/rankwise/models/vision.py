@@ -22,7 +22,8 @@ from rankwise.models.pretrained import ToSTPreTrainedModel
 class PatchEmbedding(nn.Module):
     """Patch embedding by 3×3 convolutions with stride 2, until each patch is one vector of D channels.
 
-    Each convolution doubles the channels and is followed by a batch norm; GELU is between convolutions.
+    Each convolution after the first doubles the channels. Each is followed by a batch norm, and GELU is
+    applied before the next convolution.
     Source: El-Nouby et al., "XCiT: Cross-Covariance Image Transformers", NeurIPS 2021.
     """
 
@@ -44,7 +45,7 @@ class PatchEmbedding(nn.Module):
         self.norms = nn.ModuleList(nn.BatchNorm2d(width) for width in widths[1:])
 
     def forward(self, pixel_values: Float[Tensor, "B C Y X"]) -> Float[Tensor, "B D Y2 X2"]:
-        """Return patch tokens on a grid, (B, D, Y2, X2); raise unless the patch size divides Y and X."""
+        """Return patch tokens on a grid, (B, D, Y2, X2); raise if the patch size does not divide Y and X."""
         _, channels, height, width = pixel_values.shape
         if height % self.patch_size or width % self.patch_size or channels != self.num_channels:
             raise InputError(
@@ -67,7 +68,7 @@ class FourierPositions(nn.Module):
 
     Args:
         hidden_size: D, the model width.
-        frequencies: number of sines and cosines per axis (rows, columns).
+        frequencies: total number of sines and cosines per axis (rows, columns).
         temperature: approximate ratio of the highest to the lowest frequency.
     """
 
@@ -197,10 +198,10 @@ class ToSTForImageClassification(ToSTPreTrainedModel):
 
         Args:
             pixel_values: images whose sides are multiples of the patch size.
-            labels: class indices, or target values if ``problem_type`` says so.
+            labels: class indices, or target values if ``problem_type`` is regression.
             output_hidden_states: True to also return the input of each block and the output of the last norm;
-                from the class-attention layers on, the class token is first.
-            **kwargs: arguments of the loss, and arguments that transformers passes to every model.
+                in class-attention layers, the class token is first.
+            **kwargs: arguments of the loss, and ignored arguments that transformers passes to every model.
 
         Raises:
             InputError: if the patch size does not divide the image sides, or an argument is unknown.

@@ -104,7 +104,7 @@ class Cotangents(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Gradients of the loss with respect to inputs of `tssa`; without ``causal``, offset and start are empty."""
+    """Gradients of the loss with respect to inputs of `tssa`; if not causal, offset and start are empty."""
 
     w: Float[Tensor, "B T H K"]
     temperature: Float[Tensor, " H"]

@@ -33,7 +33,7 @@ from torch import Tensor
 from rankwise.ops.arguments import Call, Sums, as_dtype, sum_dtype
 
 CHUNK = 64
-"""Largest number of tokens per chunk. Sums of w² across chunks are float64; within a chunk they may be float32."""
+"""Largest number of tokens per chunk. Only sums of w² across chunks, not within a chunk, are float64."""
 NUMPY = {torch.float32: np.float32, torch.float64: np.float64}
 """numpy dtype for each dtype of sums."""
 ALLOWED = {"reassoc", "contract", "arcp", "nsz"}
@@ -192,12 +192,12 @@ class ChunkedCall:
         loop.run(arrays, len(self.chunks.first), self.threads)
 
     def empty_sums(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return empty arrays for the sums over C chunks of weight · w², (C, H, K), and of weight, (C, H, 1)."""
+        """Return empty arrays for sums over C chunks: of weight · w², (C, H, K), and weight, (C, H, 1)."""
         count, shape = len(self.chunks.first), self.w.shape[1:]
         return np.empty((count, *shape), self.w.dtype), np.empty((count, shape[0], 1))
 
     def sums(self, weight: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-        """Return the sums of weight · w² and of weight over each chunk; if ``weight`` is None, weights are 1."""
+        """Return sums of weight · w² and weight over each chunk; if ``weight`` is None, weights are 1."""
         squares, masses = self.empty_sums()
         weight = self.flat(None) if weight is None else weight
         self.run(add_chunks, self.w, weight, *self.decay, *self.chunks[:2], squares, masses)

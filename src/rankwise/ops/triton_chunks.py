@@ -189,7 +189,7 @@ class Chunks:
         )  # fmt: skip
 
     def sums(self, weight: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the sums of weight · w² and of weight over each chunk; if ``weight`` is None, weights are 1."""
+        """Return sums of weight · w² and weight over each chunk; if ``weight`` is None, weights are 1."""
         total = self.w.new_empty((self.count, self.heads, self.width), dtype=self.dtype)
         mass = total.new_empty((self.count, self.heads, 1))
         by = self.w if weight is None else weight.contiguous()

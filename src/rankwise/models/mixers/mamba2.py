@@ -72,7 +72,7 @@ class Mamba2(RecurrentMixer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw rates a uniformly from [1, 16], steps Δ log-uniformly from [0.001, 0.1], as released."""
+        """Draw rates a uniformly from [1, 16], and steps Δ log-uniformly from [0.001, 0.1], as released."""
         init.copy_(self.log_rate, torch.empty_like(self.log_rate).uniform_(1, 16).log())
         init.copy_(self.step_bias, initial_step_bias(self.step_bias))
 

@@ -76,7 +76,7 @@ class SoftmaxAttention(Mixer):
         self, hidden_states: Tensor, mask: Tensor | None, state: MixerState | None, return_state: bool
     ) -> tuple[Float[Tensor, "B H T V"], MixerState | None]:
         """Return M @ values by PyTorch's fused attention, and the next state."""
-        # `SoftmaxMixing @ values` would split values into parts of width K, and rejects empty axes.
+        # Not `SoftmaxMixing @ values`, which splits values into parts of width K and rejects empty axes.
         query, key, value, valid, allowed = self._attention(hidden_states, mask, state)
         mixed = F.scaled_dot_product_attention(
             query, key, value, attn_mask=allowed, is_causal=allowed is None and self.causal
@@ -93,7 +93,7 @@ class SoftmaxAttention(Mixer):
     def _attention(
         self, hidden_states: Tensor, mask: Tensor | None, state: MixerState | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-        """Return queries, keys, values, flags of real tokens, and a mask (None if M is only causal)."""
+        """Return queries, keys, values, flags of real tokens, and a mask (None if only causality masks)."""
         real = hidden_states.new_ones(hidden_states.shape[:2], dtype=torch.bool)
         valid = real if mask is None else mask
         query, key, value = (
@@ -114,7 +114,7 @@ class SoftmaxAttention(Mixer):
         return query, key, value, valid, None if by_causality else self._allowed(valid, query.shape[2])
 
     def _allowed(self, valid: Bool[Tensor, "B S"], queries: int) -> Bool[Tensor, "B 1 T S"]:
-        """Return a mask: True if a query may read a source token; each query may read its own token."""
+        """Return a mask, True if a query may read a source token; a query may always read its own token."""
         source = torch.arange(valid.shape[1], device=valid.device)
         target = source[-queries:, None]
         visible = valid[:, None, None, :]

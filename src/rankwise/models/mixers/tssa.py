@@ -33,7 +33,7 @@ from rankwise.ops import TSSAOutput, TSSAState, half_lives, tssa
 from rankwise.ops.dispatch import IMPLEMENTATIONS
 
 HalfLife = int | float | Sequence[int | float | None] | Float64[Tensor, " H"]
-"""Half-life of all heads in tokens, or one per head; None for a head whose sums do not decay."""
+"""Half-life in tokens, one for all heads or one per head; None for a head whose sums do not decay."""
 
 
 class TokenStatisticsAttention(Mixer):
@@ -57,7 +57,7 @@ class TokenStatisticsAttention(Mixer):
         causal: True if each token reads only itself and earlier tokens; this changes the formula of TSSA.
         max_positions: number of positions with a learned bias, if causal; 0 for no bias.
         half_life: number of tokens after which a token counts half in the sums, per head, if causal. A head
-            with None or `math.inf` does not decay. None instead of a list means no decay.
+            with None or `math.inf` does not decay. None for the whole argument means that no head decays.
         conv_tokens: number of tokens that a convolution of w, c and b reads, if causal; 0 for no
             convolution, as released.
         features: F, number of features of a `MembershipScan`, if causal; 0 for no scan, as released.
@@ -93,7 +93,7 @@ class TokenStatisticsAttention(Mixer):
         one_of("TokenStatisticsAttention `impl`", impl, ("auto", *IMPLEMENTATIONS))
         self.num_heads, self.causal, self.impl = num_heads, causal, impl
         self.head_dim = head_dim_of("TokenStatisticsAttention", hidden_size, num_heads, head_dim)
-        # A tuple, because `model.half()` would round the half-lives in a buffer.
+        # Half-lives are a tuple and not a buffer, because `model.half()` would round a buffer.
         self.half_life = (
             None if half_life is None else check_half_life(type(self).__name__, half_life, num_heads, causal)
         )
@@ -194,7 +194,7 @@ class _Call(NamedTuple):
     Args:
         statistics: result of `rankwise.ops.tssa`.
         features: c and b of the scan, (B, T, 2 H F); empty if there is no scan.
-        past: state of the scan before this call; None if there is none.
+        past: state of the scan before this call; None on the first call and without a scan.
         inputs: last inputs of the convolution; empty if there is no convolution.
     """
 
@@ -250,7 +250,7 @@ class MembershipScan(nn.Module):
         """
         c, b, log_decay = self._scan(features, membership)
         values = mixed.to(b.dtype)
-        # `mixed` already has the factor Π, so the step is 1
+        # The step is 1, because `mixed` already has the factor Π.
         sources, step = values, torch.ones_like(log_decay)
         if past is not None:
             c, b, log_decay, step = with_state(c, b, log_decay, step)
@@ -264,7 +264,7 @@ class MembershipScan(nn.Module):
         membership: Float[Tensor, "B T H"],
         past: Float[Tensor, "B H F K"] | None,
     ) -> MixingOperator:
-        """Return the mixing matrix M for values without the factor Π; source tokens of a state come first."""
+        """Return the mixing matrix M for values without the factor Π; columns of a state come first."""
         (c, b, log_decay), step = self._scan(features, membership), membership.mT
         if past is None:
             return SumMixing(DiagonalMixing(step), SemiseparableMixing(c, b, log_decay, step))
