@@ -23,7 +23,7 @@ from rankwise._internals.threads import PARALLEL_BYTES, map_threads, numpy_is_on
 from rankwise.measures.registry import Mixing, as_matrices, check_matrices
 
 SVD_SIZE = 96
-"""Size below which the SVD is computed: for min(T, S) < SVD_SIZE, it is as fast as the Gram matrix."""
+"""Size below which the SVD is computed: for min(T, S) < SVD_SIZE, the SVD is as fast as the Gram matrix."""
 EFFECTIVE_RTOL = 1e-2
 """Bound on the relative error of the effective rank; the SVD is computed if rounding may exceed it."""
 PART_BYTES = {"cpu": 2**20}
@@ -177,7 +177,7 @@ def lower_gram(matrices: Float64[Tensor, "N T S"]) -> Float64[Tensor, "N R R"]:
 
 
 def _reach(block: Float64[Tensor, "N R C"]) -> int:
-    """Return the number of columns up to the last nonzero column; it is small for early causal rows."""
+    """Return the number of columns up to the last nonzero column: few in early rows of causal matrices."""
     used = ((block.amax(-2) != 0) | (block.amin(-2) != 0)).any(0)
     return int((used * torch.arange(1, len(used) + 1, device=used.device)).amax())
 

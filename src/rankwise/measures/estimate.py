@@ -55,7 +55,7 @@ class SpectrumEstimate:
 
         The value is NaN, and only the interval is known, if too many singular values are close to δ: if the
         quadrature error exceeds both 0.5 and 5 % of the value.
-        δ is absolute as in `numerical_rank`; a `RankwiseError` is raised if it is not finite and positive.
+        δ is absolute as in `numerical_rank`; a `RankwiseError` is raised if δ is not finite and positive.
         Cost: no further product with M; ``probes`` eigendecompositions of order ``steps`` per matrix.
 
         Examples:

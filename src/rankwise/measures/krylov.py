@@ -16,7 +16,7 @@ from rankwise.operators import DenseMixing, IndexedMixing, MixingOperator, Softm
 from rankwise.operators.base import TransposedMixing
 
 TRIM_BYTES = 2**20
-"""Block size in bytes from which `_trim_memory` is called, because its milliseconds are then negligible."""
+"""Block size in bytes from which `_trim_memory` is called, because a call takes milliseconds."""
 
 Apply = Callable[[Tensor], tuple[Tensor, Tensor]]
 """Function that maps X to (A X, Xᵀ A X) for a symmetric positive semidefinite matrix A."""

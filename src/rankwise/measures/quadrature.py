@@ -170,7 +170,7 @@ def _confirmed_pairs(krylov: Krylov, energy: float) -> list[ConfirmedPairs]:
 
     Both spaces are subspaces of the space of all probes, so no product with M is needed. If an eigenvalue has
     more eigenvectors than a half has probes, each half finds only a part of its eigenspace. The parts differ
-    between the halves, so they are not returned.
+    between the halves, so such pairs are not returned.
     """
     half = krylov.start.shape[1] // 2
 

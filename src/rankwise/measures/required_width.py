@@ -1,9 +1,9 @@
 r"""Query/key width that the logits of an attention head require, from second moments of queries and keys.
 
-For queries Q and keys K with second moments P = QᵀQ and S = KᵀK, replacing the logits Q Kᵀ by Q A Kᵀ has the
-squared error ‖P^½ (A − I) S^½‖_F², summed over all query–key pairs. So the first r singular directions of
-P^½ S^½ are the best rank-r approximation (KQ-SVD, arXiv 2512.05916). Compression projects on these
-directions; audits and plans report the width r that is required.
+Let queries Q and keys K have the second moments P = QᵀQ and S = KᵀK. Replacing the logits Q Kᵀ by Q A Kᵀ,
+with a matrix A, has the squared error ‖P^½ (A − I) S^½‖_F², summed over all query–key pairs. So the first r
+singular directions of P^½ S^½ are the best rank-r approximation (KQ-SVD, arXiv 2512.05916). Compression
+projects on these directions. Audits and plans report the width r that is required.
 """
 
 from collections.abc import Iterator

@@ -98,7 +98,7 @@ def mean_cosine(tokens: Shaped[Tensor, "B T D"], mask: TokenMask | None = None) 
 
     Formula: Σ_{i≠j} ⟨u_i, u_j⟩ / (n(n − 1)) = (‖Σ u_i‖² − Σ‖u_i‖²) / (n(n − 1)) over n tokens y_i with
     directions u_i = y_i/‖y_i‖. Tokens of norm 0 have no direction and are left out.
-    Range: [−1/(n − 1), 1]; 1 if all tokens have the same direction, near 0 if they are unrelated. Independent
+    Range: [−1/(n − 1), 1]; 1 if all tokens have the same direction, near 0 for random directions. Independent
     of the norms of the tokens. NaN if fewer than two tokens are nonzero, or a real token is not finite.
     Cost: O(T D) time per sequence; no T×T matrix is formed.
     Numerics: cancellation in the sum limits the absolute error to about 1e-16.

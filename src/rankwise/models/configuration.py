@@ -64,7 +64,7 @@ class ToSTConfig(PreTrainedConfig):
         norm_position: ``pre`` (norm before the mixer or feed-forward part) or ``post`` (norm after its skip).
         norm_eps: constant ε that norms add to the variance.
         use_bias: True for biases in linear layers and norms.
-        layer_scale: initial value of the learned `LayerScale` factors of each block; None for no scale.
+        layer_scale: initial value of the learned `LayerScale` factors of each block; None for no factors.
         skip: λ of the skip connection λ x around the mixer: ``fixed``, ``learned`` per layer, learned per
             ``channel`` and layer, or learned and ``shared`` by all layers; ``none`` for no skip connection.
         skip_init: value of a fixed λ, or initial value of a learned λ.
@@ -186,7 +186,7 @@ class ToSTConfig(PreTrainedConfig):
         self.validate()
 
     def validate(self) -> None:
-        """Raise InputError if a value is invalid or unknown; transformers also calls this before saving."""
+        """Raise InputError if a value is invalid or unknown; transformers calls this method before saving."""
         for name in POSITIVE:
             whole_number(f"ToSTConfig `{name}`", getattr(self, name))
         for name in FLAGS:

@@ -66,7 +66,8 @@ def load_released_tost(
 def save_model(model: PreTrainedModel, folder: str | Path) -> list[Path]:
     """Save a model of this package as safetensors and JSON files, and return the paths of the files.
 
-    Either all files are written, or no file is. An image classifier also gets the settings that `image_processor_config` returns.
+    Either all files are written, or no file is. An image classifier also gets the settings that
+    `image_processor_config` returns.
 
     Raises:
         InputError: if the folder cannot be written to.
@@ -129,7 +130,7 @@ def weights_of(checkpoint: Any, path: Path) -> dict[str, Tensor]:
 
 
 def _check_weight(name: str, weight: Tensor, path: Path) -> None:
-    """Raise InputError unless a weight is a dense tensor of finite floats, stored completely in the file."""
+    """Raise InputError if a weight is no dense tensor of finite floats or is not complete in the file."""
     counter = name.endswith("num_batches_tracked") and weight.dtype == torch.int64
     dense = weight.layout == torch.strided and weight.device.type == "cpu"
     if not (counter or weight.dtype in FLOATS) or not dense:
@@ -206,7 +207,7 @@ def _listed(names: Iterable[Any]) -> str:
 
 
 def _plain(name: Any) -> str:
-    """Return a name from a file as text of at most 60 characters, with control characters escaped."""
+    """Return a name as text of at most 60 characters, with control and non-ASCII characters escaped."""
     text = ascii(name)
     return (text[1:-1] if isinstance(name, str) else text)[:60]
 

@@ -219,7 +219,7 @@ def count(names: Iterable[str], pattern: str) -> int:
 
 
 def sizes(weights: Weights, name: str, axes: int) -> tuple[int, ...]:
-    """Return the shape of a weight; raise KeyError if it is missing, InputError if it has not ``axes`` axes."""
+    """Return the shape of a weight; raise if the weight is missing or has a wrong number of axes."""
     shape = tuple(weights[name].shape)
     if len(shape) != axes:
         raise InputError(f"weight {name}", expected=f"{axes} axes", got=f"shape {shape}", fix="Get it again.")

@@ -119,11 +119,11 @@ class ClassAttentionBlock(GradientCheckpointingLayer):
 
     Two peculiarities of the released code are kept, because trained weights depend on them:
 
-    - Patches change too: a patch p becomes ``p + γ₁ norm₁(p)``, because the normalized patch takes the place
-      of its attention output.
+    - Patches change too: a patch p becomes ``p + γ₁ norm₁(p)``, because the normalized patch is used as its
+      attention output.
     - The skip connection of the feed-forward part starts after norm₂. The class token c becomes
-      ``n + γ₂ mlp(n)`` with ``n = norm₂(c)``. With ``tokens_norm``, a patch p becomes ``2 norm₂(p)``;
-      without, it becomes ``2 p``. The next norm removes the factor 2, up to its constant ε.
+      ``n + γ₂ mlp(n)`` with ``n = norm₂(c)``. With ``tokens_norm``, a patch p becomes ``2 norm₂(p)``,
+      otherwise ``2 p``. The next norm removes the factor 2, except for the effect of ε.
     """
 
     def __init__(self, config: ToSTConfig) -> None:

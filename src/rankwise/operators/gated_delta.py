@@ -40,8 +40,8 @@ class GatedDeltaMixing(CausalScanMixing):
         query: q, (..., H, T, K), already multiplied by the scale of the layer.
         key: k, (..., H, T, K).
         beta: β, (..., H, T).
-        log_decay: log a ≤ 0, −inf allowed: (..., H, T), or (..., H, T, K) per feature, or None for a = 1.
-            The decay of the first token has no effect.
+        log_decay: log a in [−inf, 0]: (..., H, T), or (..., H, T, K) for one decay per feature. None means
+            a = 1. The decay of the first token has no effect.
 
     Raises:
         ShapeError: if the shapes of the tensors do not fit together.

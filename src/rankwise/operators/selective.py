@@ -110,7 +110,7 @@ class SelectiveMixing(CausalScanMixing):
         return selective_scan(b, c, rate, reversed_decays(step), values).flip(-2) * step[..., None]
 
     def __getitem__(self, index: Index) -> "SelectiveMixing":
-        """Return selected sequences and channels; channels that share c and b still share them."""
+        """Return selected sequences and channels; c and b that channels share stay shared."""
         leading = self.shape[:-2]
         step = index_leading(self.step, index, leading)
         rate = index_leading(self.rate.expand(*leading, -1), index, leading)

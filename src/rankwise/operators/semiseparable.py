@@ -106,7 +106,7 @@ class SemiseparableMixing(CausalScanMixing):
         return mixed * step if step is not None and transposed else mixed
 
     def __getitem__(self, index: Index) -> "SemiseparableMixing":
-        """Return selected sequences and heads; each selected head gets a copy of the c and b of its group."""
+        """Return selected sequences and heads; if heads are selected, each head gets a copy of c and b."""
         if self.heads_per_group == 1:
             return super().__getitem__(index)
         picks = index if isinstance(index, tuple) else (index,)

@@ -161,7 +161,7 @@ def hidden_by(bias: Tensor) -> Tensor:
 
     Rule 1: an entry of at most −9000 hides its score. Rule 2: an entry hides its score if it is more than
     87.3 below the largest entry of its row (`NO_WEIGHT`), provided that a gap of more than 43.7 separates
-    these entries from the rest of the row. Thus −100 in shifted windows hides scores, but the evenly
+    all such entries from the rest of the row. Thus −100 in shifted windows hides scores, but the evenly
     decreasing bias of ALiBi does not. Rule 2 never hides a column from all rows, because a column that no row
     sees counts as padding.
     """

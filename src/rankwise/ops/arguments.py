@@ -133,7 +133,8 @@ def make_call(
 ) -> tuple[Call, Int[Tensor, " B"] | None]:
     """Check the arguments of `tssa`, and return a `Call`; raise the errors that `tssa` documents.
 
-    The second result is the number of real tokens per row, including earlier calls; None if not causal.
+    The second result is the number of real tokens per row, including earlier calls. For a bidirectional
+    call, it is None.
     """
     tensors = {"bias": bias, "mask": mask, "half_life": half_life}
     if state is not None:

@@ -70,8 +70,8 @@ class Loop:
         """Call the compiled function with ``(*given, low, high)`` for slices low ≤ i < high of all tasks.
 
         No two tasks write to the same entry of a result array. A thread that is done takes the next slice, so
-        no thread waits for a slow thread. The calling thread works too. When no slice is left, it cancels the
-        threads that have not begun.
+        no thread waits for a slow thread. The calling thread works too, until no slice is left. Then it
+        cancels the threads that have not begun.
         """
         run = self.of(*given, 0, tasks)  # compiled before the threads start, so that only one compiles
         if min(threads, tasks) <= 1:
@@ -188,7 +188,7 @@ class ChunkedCall:
         return torch.from_numpy(rows.reshape(batch, tokens, *x.shape[1:]))
 
     def run(self, loop: Loop, *arrays: Any) -> None:
-        """Run a compiled loop over all chunks; the loop writes its results to some of the given arrays."""
+        """Run a compiled loop over all chunks; the loop writes results to some of the arrays."""
         loop.run(arrays, len(self.chunks.first), self.threads)
 
     def empty_sums(self) -> tuple[np.ndarray, np.ndarray]:
@@ -218,7 +218,7 @@ class ChunkedCall:
         return added, end
 
     def total(self, added: np.ndarray) -> np.ndarray:
-        """Add up the sums of chunks; return one sum per sequence, (B, H, …)."""
+        """Return the sum of the sums of all chunks of each sequence, (B, H, …)."""
         start = np.zeros((len(self.call.w), *added.shape[1:]))
         return self.carry(added, start)[1].astype(self.w.dtype)
 
@@ -253,7 +253,7 @@ def _powers(rates: tuple[float, ...], dtype: torch.dtype) -> tuple[np.ndarray, n
 
 @lru_cache(256)
 def _chunks(lengths: tuple[int, ...]) -> Chunks:
-    """Cut sequences of these lengths, one after the other, into chunks."""
+    """Return the chunks of sequences of the given lengths, stored one after the other."""
     tokens = np.array(lengths, np.int64)
     counts, ends = -(-tokens // CHUNK), tokens.cumsum()
     sequence = np.repeat(np.arange(len(counts)), counts)

@@ -91,7 +91,7 @@ def _causal_forward(work: ChunkedCall, score: np.ndarray, membership: np.ndarray
 def _causal_backward(
     work: ChunkedCall, arrays: list[np.ndarray], d_end: list[np.ndarray], dw: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, Sums]:
-    """Write the gradient of w to `dw`; return those of temperature (per chunk), scores and initial sums."""
+    """Write the gradient of w; return gradients of temperature (per chunk), scores and initial sums."""
     membership, score, d_output, given = arrays
     w, where, start = work.w, (*work.decay, *work.chunks[:2]), work.wide(work.call.initial_sums())
     d_membership, (d_begin, d_begin_mass) = np.empty_like(membership), work.empty_sums()
@@ -153,7 +153,7 @@ def assign_causal(
 @inlined
 @no_type_check
 def output_row(row, begin, local, factors, membership, n, out):
-    """Add Π w² of one token (membership Π) to `local`, the sums in its chunk; write the token's output."""
+    """Add Π w² of one token to `local`, the sums in its chunk; write the token's output (n: mass + eps)."""
     for k in range(len(row)):
         local[k] = kept(local[k], factors) + membership * (row[k] * row[k])
         out[k] = -membership * n * row[k] / (begin[k] * factors[2] + local[k] + n)

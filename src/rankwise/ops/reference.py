@@ -17,7 +17,7 @@ NORM_EPS = 1e-12
 ENERGY_EPS = 1e-12
 """Lower bound of the running energy (sum of w²) of a channel, in causal TSSA."""
 MASS_EPS = 1e-8
-"""Constant added to the mass Σ Π before Σ Π w² is divided by it."""
+"""Constant added to the mass Σ Π, by which Σ Π w² is divided, to avoid a division by 0."""
 BLOCK = 64
 """Number of tokens that one matrix product adds to a decaying sum."""
 

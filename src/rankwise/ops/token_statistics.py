@@ -15,8 +15,8 @@ from rankwise.ops.dispatch import choose, solve
 class TSSAState(NamedTuple):
     """Decoding state of causal TSSA: running sums over all tokens so far, of constant size.
 
-    Sums are float32, or float64 if the inputs are float64. Each call rounds them once, so their relative
-    error is at most n·2^-24 after n calls, and 1.44·h·2^-24 with a half-life of h tokens. A float32 sum
+    Sums are float32, or float64 if the inputs are float64. Each call rounds float32 sums once. So a sum has
+    a relative error of at most n·2^-24 after n calls, or 1.44·h·2^-24 with a half-life of h tokens. A sum
     stops growing when it is 2^24 times as large as the added number. To decode millions of tokens one by one
     without half-lives, use float64 inputs.
 
@@ -81,7 +81,7 @@ def tssa(
     Its own output and gradient are 0, even if w is NaN there. Padding may be on the left, on the right or
     between tokens; results at real tokens equal the results without padding.
 
-    Gradients flow through output, memberships and state. NaN in w reaches all outputs that depend on it. It
+    Gradients flow through output, memberships and state. NaN in w reaches all outputs that depend on it. NaN
     reaches the gradients of other tokens only if the loss depends on one of these outputs.
 
     Range: Π in [0, 1]; |out| ≤ Π |w|. Cost: O(B T H K) time; O(B T H) memory in addition to input and output.

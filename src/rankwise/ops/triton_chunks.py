@@ -47,7 +47,7 @@ def indices(mask, first, last, H, K, BT: tl.constexpr, BK: tl.constexpr, MASKED:
 @triton.jit
 @no_type_check
 def ages_of(real, decay, h):
-    """Return the age of each token (number of real tokens in its chunk up to it), and log2 λ of the head."""
+    """Return the ages of the tokens of a chunk (see the module docstring), and log2 λ of the head."""
     return tl.cumsum(real.to(tl.float32), 0), tl.load(decay + h)
 
 
@@ -213,7 +213,7 @@ class Chunks:
         return before, end
 
     def total(self, sums: Tensor) -> Tensor:
-        """Add up the sums of chunks; return one sum per row, (B, H, X)."""
+        """Return the sum of the sums of all chunks of each row, (B, H, X)."""
         return self.carry(sums, sums.new_zeros(len(self.w), *sums.shape[1:]))[1]
 
     def per_token(self) -> Tensor:

@@ -88,7 +88,7 @@ def rank_barrier(
 
 
 def check_sizes(tokens: int, sources: int | None, mask: str, window: int | None) -> int:
-    """Return the number of columns S: ``sources``, or T if it is None; raise if sizes and mask do not fit."""
+    """Return the number of columns S, which is T by default; raise if sizes, mask and window do not match."""
     for name, size in (("tokens", tokens), ("sources", sources), ("window", window)):
         if size is not None:
             whole_number(f"`{name}`", size)

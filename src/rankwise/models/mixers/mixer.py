@@ -21,7 +21,7 @@ class MixerOutput(NamedTuple):
     output: Float[Tensor, "B T D"]
     """Mixed tokens, which the block adds to its skip connection."""
     state: MixerState | None = None
-    """Decoding state for the next call; None unless it was requested."""
+    """Decoding state for the next call. None if it was not requested, or the mixer has no state."""
 
 
 class MixingStep(NamedTuple):
@@ -30,7 +30,7 @@ class MixingStep(NamedTuple):
     Args:
         operator: mixing matrix M, (B, H, T, S).
         values: values that M multiplies, (B, H, S, V).
-        state: decoding state for the next call; None unless it was requested.
+        state: decoding state for the next call. None if it was not requested, or the mixer has no state.
     """
 
     operator: MixingOperator
@@ -43,7 +43,7 @@ class Mixer(nn.Module, ABC):
 
     `mixing_operator` and `mixing_values` take the arguments of `forward`, so that a recorded call can be
     repeated. N source tokens before the T tokens represent a decoding state exactly; M is then (T, N + T).
-    All mixers take ``bias`` for biases in their projections, and ``dropout``, the dropout rate of the output.
+    All mixers take ``bias``, True for biases in projections, and ``dropout``, the dropout rate of the output.
     CONTRIBUTING says how to add a mixer.
     """
 
@@ -76,7 +76,7 @@ class Mixer(nn.Module, ABC):
         *,
         return_state: bool = False,
     ) -> MixerOutput:
-        """Return the mixed tokens, (B, T, D), and the next decoding state if it is requested.
+        """Return the mixed tokens, (B, T, D), and the next decoding state if ``return_state`` is True.
 
         Args:
             hidden_states: tokens of this call.

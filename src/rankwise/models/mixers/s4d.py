@@ -26,7 +26,7 @@ class S4D(RecurrentMixer):
     `mixing_operator` does with padding between real tokens: O(T²) per sequence and channel. The state has 2 N
     numbers per channel, independent of T.
     Source: A. Gu, A. Gupta, K. Goel and C. Ré, "On the Parameterization and Initialization of Diagonal State
-    Space Models", NeurIPS 2022; initialized as its S4D-Lin.
+    Space Models", NeurIPS 2022, with the initialization S4D-Lin.
 
     Args:
         hidden_size: D, the model width and number of channels, which replace heads.

@@ -16,16 +16,16 @@ class SoftmaxAttention(Mixer):
 
     The mixing matrix is M = softmax(Q Kᵀ / √K_qk), with query width K_qk, and 0 at masked entries. A masked
     token reads itself, so that no row is empty.
-    Cost: O(T S) time per channel for S source tokens. Memory is O(S) per channel in a first call without
-    masked tokens, if PyTorch has a fused kernel for these widths; otherwise it is O(T S) per head. The state
-    grows with the number of tokens.
+    Cost: O(T S) time per channel for S source tokens, and O(T S) memory per head. A call without state and
+    masked tokens takes only O(S) memory per channel, if PyTorch has a fused kernel for these widths. The
+    state grows with the number of tokens.
 
     Args:
         hidden_size: D, the model width.
         num_heads: H, the number of heads.
         head_dim: width of each head's values; D / H by default.
         query_dim: width of each head's queries and keys; ``head_dim`` by default.
-        rotary_base: base of rotary position embeddings, usually 10,000; None for no positions.
+        rotary_base: base of rotary position embeddings, usually 10,000; None for no position embeddings.
         causal: True if each token reads only itself and earlier tokens.
 
     Examples:

@@ -125,7 +125,7 @@ class TokenStatisticsAttention(Mixer):
             nn.init.zeros_(self.position_bias)
 
     def state_size(self, tokens: int) -> int:
-        """Return the number of entries in sums, token counts, convolution state and scan state."""
+        """Return the number of entries in sums, token count, convolution state and scan state."""
         statistics = self.num_heads * (2 * self.head_dim + 1) + 1
         reach = 0 if self.convolution is None else self.convolution.reach
         features = 0 if self.scan is None else self.scan.features
@@ -218,8 +218,8 @@ class MembershipScan(nn.Module):
     Args:
         heads: H, the number of heads.
         features: F, the number of features per head.
-        half_life: initial half-life of each head, in tokens with membership 1 / H, at most 1,024; None in the
-            list means 1,024. By default, half-lives are from 4 to 256 tokens on a logarithmic scale.
+        half_life: initial half-life of each head, in tokens with membership 1 / H. None in the list and
+            values above 1,024 become 1,024. By default, 4 to 256 tokens on a logarithmic scale.
     """
 
     def __init__(
