@@ -194,7 +194,7 @@ class _MatrixEstimate:
             return ZERO
         if self._counter is None:
             self._counter = EigenvalueCounter(self.estimator, self.steps)
-        relative = min(delta / self.scale, 1e100)  # 1e100 exceeds every σ, and 1e200 is still finite
+        relative = min(delta / self.scale, 1e100)  # 1e100 exceeds every scaled σ; 1e200 is finite
         return self._counter.count(relative * relative, self.quantile)
 
     def relative_count(self, delta: float) -> Numbers:

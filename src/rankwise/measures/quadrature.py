@@ -139,7 +139,7 @@ def rules(krylov: Krylov, tolerance: float) -> tuple[Nodes, Nodes, Float64[Tenso
     upper = Nodes(values.clamp(min=0), (vectors.mT @ krylov.start).square())
     tail = krylov.tail @ vectors
     smallest = max(tolerance, torch.finfo(values.dtype).tiny)
-    half = tail / values.clamp(min=smallest).sqrt()  # sets the Schur complement to 0, for an eigenvalue 0
+    half = tail / values.clamp(min=smallest).sqrt()  # a Schur complement of 0 adds the node 0
     extended = torch.cat([torch.cat([values.diag(), tail.mT], 1), torch.cat([tail, half @ half.mT], 1)])
     values, mixed = torch.linalg.eigh(extended)
     weights = (mixed[: len(vectors)].mT @ (vectors.mT @ krylov.start)).square()
@@ -213,7 +213,7 @@ class EigenvalueCounter:
         self.estimator = estimator
         values, weights = estimator.upper
         settled = estimator.residuals <= CONVERGED * values
-        settled |= values <= estimator.rounding  # these eigenvalues are known: they count as 0
+        settled |= values <= estimator.rounding  # values at rounding level count as 0: they are settled
         self.settled = Nodes(values[settled], weights[settled])
         spent = math.ceil(int(settled.sum()) / weights.shape[1])  # a Lanczos step settles one value per probe
         self.rule = _scalar_rule(Nodes(values[~settled], weights[~settled]), max(steps - spent, 1))
@@ -229,7 +229,7 @@ class EigenvalueCounter:
         reach = bracket.reach(quantile) + CONVERGED * (1 + abs(bracket.value))
         low = max(fewest, math.ceil(bracket.value - reach))
         high = min(most, math.floor(bracket.value + reach))
-        if low > high or most - fewest <= 2 * reach:  # bounds by energy hold for any probes
+        if low > high or most - fewest <= 2 * reach:  # use bounds by energy, which hold for any probes
             low, high, bracket = fewest, most, Bracket((fewest + most) / 2, (most - fewest) / 2, 0.0)
         value = float(min(max(bracket.value, low), high))
         if bracket.half_width > max(0.5, SHARP * value):

@@ -138,7 +138,7 @@ def _check_weight(name: str, weight: Tensor, path: Path) -> None:
     elif not weight.numel() or weight.numel() * weight.element_size() > weight.untyped_storage().nbytes():
         got = f"shape {tuple(weight.shape)} of {weight.untyped_storage().nbytes()} bytes"
     else:
-        wrong = weight.numel() - int(weight.float().isfinite().sum())  # float64 may overflow float32
+        wrong = weight.numel() - int(weight.float().isfinite().sum())  # float64 weights may overflow float32
         if wrong:
             got, fix = f"{wrong} of {weight.numel()} NaN or infinite", "The file is damaged: get it again."
             raise _unusable(path, "finite numbers", got, fix, weight=name)

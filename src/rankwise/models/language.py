@@ -136,7 +136,7 @@ class ToSTModel(ToSTPreTrainedModel):
         )
         if before is not None:
             counted = before[:, None] + counted
-        counted = counted.clamp(min=0).expand(x.shape[:2])  # left padding would have position −1
+        counted = counted.clamp(min=0).expand(x.shape[:2])  # clamped, because left padding counts as −1
         if position_ids is not None:
             _check_positions(position_ids, counted, mask, length)
         if bounded:

@@ -41,7 +41,7 @@ class DenseMixing(MixingOperator):
             )
         self.matrix = matrix
         self.allowed = None if allowed is None else check_mask(allowed, matrix.shape, "allowed entries")
-        self.may_hide_columns = allowed is not None  # zeros may be weights that underflow
+        self.may_hide_columns = allowed is not None  # without a mask, zeros may be underflows
 
     @property
     def shape(self) -> torch.Size:

@@ -359,7 +359,7 @@ def _exp32(x):
     """
     real = np.float32
     n = np.floor(x * real(1.4426950408889634) + real(0.5))
-    r = (x - n * real(0.693359375)) - n * real(-2.12194440054690583e-4)  # subtracts n ln 2 in two parts
+    r = (x - n * real(0.693359375)) - n * real(-2.12194440054690583e-4)  # n ln 2 in two parts, for precision
     y = real(1 / 5040)
     for factor in (1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2):
         y = y * r + real(factor)
@@ -395,7 +395,7 @@ def softmax_rows(score, temperature, out, first, last):
         top = temperature[0] * score[t, 0]
         for h in range(heads):
             out[t, h] = temperature[h] * score[t, h]
-            if not out[t, h] <= top:  # true for NaN, which becomes the maximum and the output
+            if not out[t, h] <= top:  # also true for NaN, so that NaN reaches the output
                 top = out[t, h]
         for h in range(heads):
             out[t, h] -= top

@@ -223,7 +223,7 @@ def _start(energy: Tensor | None, assigned: Tensor | None, mass: Tensor | None) 
 
 
 def _empty(w: Tensor, *shape: Any) -> Tensor:
-    return w.new_empty(shape, dtype=sum_dtype(w.dtype))  # sizes are symbols while torch traces
+    return w.new_empty(shape, dtype=sum_dtype(w.dtype))  # sizes may be symbols of torch.compile
 
 
 def _empty_sums(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -69,7 +69,7 @@ def moment_at(
         gap, t = age[:, None] - age[None, :], tl.arange(0, x.shape[0])
         below = (gap >= 0) & (t[:, None] >= t[None, :]) & real[None, :]
         weight = power(rate, tl.maximum(gap, 0.0), x) * pi[None, :]
-        mass = mass + tl.sum(tl.where(below, weight, 0.0), 1)  # a product could be 0 · NaN = NaN
+        mass = mass + tl.sum(tl.where(below, weight, 0.0), 1)  # not a product: 0 · NaN = NaN
     else:
         mass = mass + tl.cumsum(pi, 0)
     return before + running(pi[:, None] * x * x, age, real, rate, DECAYED), mass + eps

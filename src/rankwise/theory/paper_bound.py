@@ -55,7 +55,7 @@ def min_lambda_paper(
     if one_of("`norm`", norm, ("layer", "rms")) == "layer":
         rows = rows - rows.mean(-1, keepdim=True)
     lengths = rows.square().mean(-1).sqrt()
-    directions = safe_divide(rows, lengths[..., None], 0.0)  # of norm √D
+    directions = safe_divide(rows, lengths[..., None], 0.0)  # rows of norm √D
     energy = mean_distance(directions).square()
     norms = [torch.linalg.matrix_norm(as_float64(matrix)) for matrix in (mixing, weights)]
     product = norms[0] * norms[1] * root_mean_square

@@ -134,7 +134,7 @@ def _between(points: list[SimulatedRank], weights: list[float], linear: bool) ->
     if len(points) == 1:
         return points[0]
     means = [point.mean for point in points]
-    if linear or 0 in means:  # log(0) is undefined; 0: no singular value reaches δ
+    if linear or 0 in means:  # 0 has no logarithm: no singular value reaches δ
         mean = sum(w * m for w, m in zip(weights, means, strict=True))
     else:
         mean = math.exp(sum(w * math.log(m) for w, m in zip(weights, means, strict=True)))

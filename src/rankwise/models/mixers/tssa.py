@@ -178,7 +178,7 @@ class TokenStatisticsAttention(Mixer):
         width = self.num_heads * self.head_dim
         w, features = projected[..., :width].unflatten(-1, (self.num_heads, -1)), projected[..., width:]
         if mask is not None:
-            features = features.masked_fill(~mask[..., None], 0.0)  # a product would give 0 · NaN = NaN
+            features = features.masked_fill(~mask[..., None], 0.0)  # not a product, because 0 · NaN = NaN
         decay = None
         if self.half_life is not None:
             decay = torch.tensor(self.half_life, dtype=torch.float64, device=float64_device(w.device))
