@@ -25,7 +25,7 @@ from rankwise.measures.registry import Mixing, as_matrices, check_matrices
 SVD_SIZE = 96
 """Size below which the SVD is computed: for min(T, S) < SVD_SIZE, the SVD is as fast as the Gram matrix."""
 EFFECTIVE_RTOL = 1e-2
-"""Bound on the relative error of the effective rank; the SVD is computed if rounding may exceed it."""
+"""Bound on the relative error of the effective rank; the SVD is computed if rounding may exceed the bound."""
 PART_BYTES = {"cpu": 2**20}
 """Bytes of float64 matrices that one CPU thread decomposes together; several such parts fit the cache."""
 DEVICE_PART_BYTES = 2**29
@@ -152,7 +152,7 @@ def gram_spectrum(matrices: Float64[Tensor, "N T S"]) -> GramSpectrum:
 
 
 def to_range(matrices: Float64[Tensor, "N T S"]) -> tuple[Float64[Tensor, "N T S"], Float64[Tensor, " N"]]:
-    """Return matrices divided by a power of two, and the power: 1 unless squares could over- or underflow."""
+    """Return matrices divided by a power of two, and the power; 1 if no square may over- or underflow."""
     extremes = torch.stack([matrices.amax(MATRIX), matrices.amin(MATRIX)], dim=-1)
     scale = unit_scale(extremes, (-1,))[:, 0]
     scale = torch.where((scale > 1 / PLAIN) & (scale < PLAIN), 1.0, scale)

@@ -38,7 +38,7 @@ ZERO: Numbers = (0.0, 0.0, 0.0, 0.0)
 
 @dataclass(frozen=True)
 class SpectrumEstimate:
-    """Estimated ranks of each matrix of an operator; counts singular values at any threshold on request."""
+    """Estimated ranks of each matrix of an operator, and counts of singular values at any threshold."""
 
     effective_rank: Estimate
     """Effective rank exp(−Σ p_i log p_i), where p = σ/Σσ are normalized singular values."""

@@ -48,7 +48,7 @@ class Gram:
     def __call__(
         self, vectors: Float64[Tensor, "S V"]
     ) -> tuple[Float64[Tensor, "S V"], Float64[Tensor, "V V"]]:
-        """Return MᵀM X and Xᵀ MᵀM X; the second is computed as (M X)ᵀ(M X), to be positive semidefinite."""
+        """Return MᵀM X, and Xᵀ MᵀM X computed as (M X)ᵀ(M X), so that it is positive semidefinite."""
         vectors = vectors / self.scale
         op = self.operator
         if not isinstance(op.operator if isinstance(op, IndexedMixing) else op, ROW_WALKED):
@@ -102,7 +102,7 @@ class Krylov(NamedTuple):
     steps: int
     """Number of products of A with a block of P vectors."""
     basis: Float64[Tensor, "M N"] | None
-    """Basis Q, (M, N) for A of size M×M; None unless `block_lanczos` was called with ``keep_basis``."""
+    """Basis Q, (M, N) for A of size M×M. None if `block_lanczos` was called without ``keep_basis``."""
 
 
 def block_lanczos(
@@ -160,7 +160,7 @@ def _trim_memory() -> None:
 
 
 def _without(vectors: Tensor, previous: Tensor) -> Tensor:
-    """Return vectors minus their projection onto a basis (rows), twice to remove rounding errors."""
+    """Return vectors minus the projection onto a basis (rows), subtracted twice to remove rounding errors."""
     for _ in range(2):
         vectors = torch.addmm(vectors, previous.mT, previous @ vectors, alpha=-1)
     return vectors

@@ -129,7 +129,7 @@ class TraceEstimator:
 
 
 def rules(krylov: Krylov, tolerance: float) -> tuple[Nodes, Nodes, Float64[Tensor, " N"]]:
-    """Return the block Gauss–Radau rule with nodes at 0, the block Gauss rule, and its residual at each node.
+    """Return the block Gauss–Radau rule with nodes at 0, the block Gauss rule, and residuals at Gauss nodes.
 
     For a function such as the square root, whose derivatives alternate in sign (+ − + −), the Gauss–Radau
     rule is a lower bound and the Gauss rule an upper bound. Eigenvalues below ``tolerance`` count as 0.

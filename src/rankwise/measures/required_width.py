@@ -30,7 +30,7 @@ STEP = 4096
 
 @dataclass(frozen=True)
 class LogitBases:
-    """Bases of the query space and the key space of a head (width K); columns in order of importance."""
+    """Bases of the query space and the key space of a head of width K; the first columns matter most."""
 
     query: Float64[Tensor, "K K"]
     key: Float64[Tensor, "K K"]

@@ -215,7 +215,7 @@ class PairwiseDistances:
         self.distance = torch.zeros_like(self.scale)
 
     def add(self, start: int, rows: Rows, scaled: Rows) -> None:
-        """Add the squared distances of each head to all later heads, over a block of rows."""
+        """Add the squared differences over a block of rows to the distance of each pair of heads."""
         for head in range(rows.shape[-3] - 1):
             first, others = rows[..., head : head + 1, :, :], rows[..., head + 1 :, :, :]
             if not self.plain:

@@ -182,7 +182,7 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
         return False
 
     def _prepare_cache_for_generation(self, generation_config: GenerationConfig, *others: Any) -> None:
-        """Raise InputError if generation requests a cache class of transformers, which would be ignored."""
+        """Raise InputError if a cache class of transformers is requested, because it would be ignored."""
         if generation_config.cache_implementation not in (None, "dynamic"):
             raise InputError(
                 "`cache_implementation`",

@@ -26,7 +26,7 @@ class MixerCache(Cache):
         self.length = 0
         """Number of tokens so far, including padding."""
         self.counts: Tensor | None = None
-        """Number of real tokens so far, per sequence; None before the first call."""
+        """Number of real tokens so far, per sequence. None if no call was made yet."""
 
     def advance(self, mask: Bool[Tensor, "B T"] | None, rows: int, tokens: int, device: torch.device) -> None:
         """Add the tokens of a call to `length`, and its real tokens to `counts`."""

@@ -117,7 +117,7 @@ def vision_layer_scale(layers: int) -> float:
 
 
 def read_language_config(weights: Weights) -> ReleasedModel:
-    """Infer the configuration of a language model from weight shapes; raise KeyError if one is missing."""
+    """Return a language model's configuration, inferred from weight shapes; raise if a weight is missing."""
     layers = count(weights, r"transformer\.h\.(\d+)\.")
     vocabulary, width = sizes(weights, "transformer.wte.weight", 2)
     config = ToSTConfig(
@@ -145,7 +145,7 @@ def read_language_config(weights: Weights) -> ReleasedModel:
 
 
 def read_vision_config(weights: Weights, tokens_norm: bool) -> ReleasedModel:
-    """Infer the configuration of a vision model from weight shapes; raise KeyError if a weight is missing."""
+    """Return a vision model's configuration, inferred from weight shapes; raise if a weight is missing."""
     layers = count(weights, r"blocks\.(\d+)\.")
     class_layers = count(weights, r"cls_attn_blocks\.(\d+)\.")
     halvings = count(weights, r"patch_embed\.proj\.(\d+)\.0\.weight")

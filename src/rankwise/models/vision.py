@@ -108,7 +108,7 @@ class ClassAttention(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B 1 D"]:
-        """Return the attention output for the class token, before its skip connection."""
+        """Return the attention output for the class token, without the skip connection."""
         query, key, value = self.qkv_proj(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(query[:, :, :1], key, value)
         return self.dropout(self.out_proj(mixed.transpose(1, 2).flatten(2)))

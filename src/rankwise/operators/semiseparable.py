@@ -78,7 +78,7 @@ class SemiseparableMixing(CausalScanMixing):
 
     @property
     def heads_per_group(self) -> int:
-        """Number of heads that share one group of c and b."""
+        """Number of heads in a group, which share c and b."""
         return self.log_decay.shape[-2] // self.c.shape[-3] if self.c.ndim > 2 else 1
 
     def rows(self, start: int, stop: int) -> Float[Tensor, "*batch R S"]:

@@ -179,7 +179,7 @@ class ChunkedCall:
         return rows if self.real is None else rows[self.real]
 
     def padded(self, x: np.ndarray) -> Tensor:
-        """Return an array (M, …) of the real tokens as a tensor (B, T, …); 0 at padding."""
+        """Return an array (M, …) of the real tokens as a tensor (B, T, …) with zeros at padding."""
         batch, tokens = self.call.w.shape[:2]
         rows = x
         if self.real is not None:
@@ -274,7 +274,7 @@ def factors(power, age, h):
 
 @no_type_check
 def _kept(x, factors):
-    """Return x λ, where λ is the sum of a rounded value, factors[0], and its rounding error, factors[1]."""
+    """Return x λ, where λ is the sum of the rounded λ, factors[0], and the rounding error, factors[1]."""
     return x * factors[0] + x * factors[1]
 
 

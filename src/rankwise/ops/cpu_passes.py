@@ -46,7 +46,7 @@ from rankwise.ops.reference import ENERGY_EPS, MASS_EPS, NORM_EPS
 
 
 def forward(call: Call, keep_scores: bool) -> tuple[Tensor, Saved]:
-    """Return the output, and memberships, scores and final sums for the backward pass."""
+    """Return the output, and `Saved` for the backward pass: memberships, scores and final sums."""
     work = ChunkedCall(call)
     membership = np.empty(work.w.shape[:2], work.w.dtype)
     score = np.empty_like(membership) if keep_scores else membership
@@ -162,7 +162,7 @@ def output_row(row, begin, local, factors, membership, n, out):
 @Loop
 @no_type_check
 def outputs_causal(w, membership, power, rate, first, last, begin, begin_mass, eps, out, low, high):
-    """Write the outputs; begin[i], begin_mass[i] are the assigned energy and mass at the start of chunk i."""
+    """Write the outputs; begin[i] and begin_mass[i] are assigned energy and mass at the start of chunk i."""
     real, heads = w.dtype.type, w.shape[1]
     local, n = np.empty(w.shape[1:], w.dtype), np.empty(heads)
     for i in range(low, high):
@@ -223,7 +223,7 @@ def outputs_back_causal(
     w, d_output, membership, power, rate, first, last, begin, begin_mass, eps, out, d_membership,
     d_begin, d_begin_mass, low, high,
 ):  # fmt: skip
-    """Write gradients through outputs of each chunk: of w, memberships, and sums at the chunk's start."""
+    """Write gradients, through outputs of each chunk, of w, memberships and sums at the chunk's start."""
     heads, real, local = w.shape[1], w.dtype.type, np.empty(w.shape[1:], w.dtype)
     share, d_n = np.empty((CHUNK, *w.shape[1:]), w.dtype), np.empty((CHUNK, heads), w.dtype)
     n, d_mass = np.empty(heads), np.empty(heads)
@@ -300,7 +300,7 @@ def memberships_back_causal(
 @inlined
 @no_type_check
 def score_row_back(row, out, sums, d_energy, local, factors, d_score, tiny, d_assigned, membership):
-    """Add to `out` the gradient of w at one token through scores in its chunk and sums of later chunks."""
+    """Add to `out` the gradient of w at one token, through scores of the chunk and of later chunks."""
     real = row.dtype.type
     for k in range(len(row)):
         c = sums[k]

@@ -218,7 +218,7 @@ def without_unread(call: Call, saved: Saved, cotangents: Cotangents) -> tuple[Ca
 
 
 def _start(energy: Tensor | None, assigned: Tensor | None, mass: Tensor | None) -> Sums | None:
-    """Return the initial sums; None (meaning zeros) if the arguments are None."""
+    """Return the initial sums. If an argument is None, return None, which means zeros."""
     return None if energy is None or assigned is None or mass is None else Sums(energy, assigned, mass)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from rankwise.ops.arguments import Call, sum_dtype
 
 MIN_LOG2_RATE = -2000.0
-"""Lower bound of log2 λ, used for λ = 0: age 0 · −∞ would be NaN, and 2^−2000 rounds to 0."""
+"""Lower bound of log2 λ, which replaces −∞ if λ = 0: at age 0, 0 · −∞ is NaN, and 2^−2000 rounds to 0."""
 
 
 @triton.jit
@@ -102,7 +102,7 @@ def sums_kernel(
     H, K, BT: tl.constexpr, BK: tl.constexpr, MASKED: tl.constexpr, DECAYED: tl.constexpr,
     WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """Write the sums of weight · w² and of weight over a chunk; each term decays until the chunk's end."""
+    """Write the sums of weight · w² and of weight over a chunk, with decay up to the chunk's end."""
     c, h = tl.program_id(0), tl.program_id(1)
     _inside, real, row, cell, read, _ = indices(mask, first, last, H, K, BT, BK, MASKED)
     x = tl.load(w + cell, mask=read, other=0.0).to(total.dtype.element_ty)
@@ -179,7 +179,7 @@ class Chunks:
             self.decay = torch.log2(rate).clamp(min=MIN_LOG2_RATE).contiguous()
 
     def launch(self, kernel: Any, *arrays: Tensor | float, **switches: bool) -> None:
-        """Run a kernel for each chunk and head; ``arrays`` follow the arguments that kernels share."""
+        """Run a kernel for each chunk and head; ``arrays`` follow the arguments that all kernels share."""
         masked = self.mask is not None
         mask = self.mask if masked else self.w  # without a mask, the argument is unused but must be a tensor
         kernel[(self.count, self.heads)](

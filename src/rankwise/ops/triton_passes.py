@@ -31,7 +31,7 @@ from rankwise.ops.triton_chunks import (
 
 
 def forward(call: Call, keep_scores: bool) -> tuple[Tensor, Saved]:
-    """Return the output, and memberships, scores and final sums for the backward pass."""
+    """Return the output, and `Saved` for the backward pass: memberships, scores and final sums."""
     return (_causal_forward if call.causal else _bidirectional_forward)(call, keep_scores)
 
 
@@ -96,7 +96,7 @@ def output_kernel(
     w, mask, first, last, row_of, decay, membership, base, base_mass, out, eps,
     H, K, BT: tl.constexpr, BK: tl.constexpr, MASKED: tl.constexpr, DECAYED: tl.constexpr,
 ):  # fmt: skip
-    """Write the output -Π w mass/(mass + assigned energy) of each token of a chunk, with membership Π."""
+    """Write the output -Π w mass/(mass + assigned energy) of each token of a chunk (Π: membership)."""
     c, h = tl.program_id(0), tl.program_id(1)
     _inside, real, row, cell, read, written = indices(mask, first, last, H, K, BT, BK, MASKED)
     x = tl.load(w + cell, mask=read, other=0.0).to(base.dtype.element_ty)
@@ -190,7 +190,7 @@ def score_back_kernel(
 
 
 def _causal_forward(call: Call, keep_scores: bool) -> tuple[Tensor, Saved]:
-    """Return the output, and memberships, scores and final sums for the backward pass."""
+    """Return the output, and `Saved` for the backward pass: memberships, scores and final sums."""
     chunks, start = Chunks(call), call.initial_sums()
     base, energy = chunks.carry(chunks.sums(None)[0], start.energy)
     score = chunks.per_token()
@@ -318,7 +318,7 @@ def token_back_kernel(
 
 
 def _bidirectional_forward(call: Call, keep_scores: bool) -> tuple[Tensor, Saved]:
-    """Return the output, and memberships, scores and sums for the backward pass."""
+    """Return the output, and `Saved` for the backward pass: memberships, scores and sums."""
     chunks = Chunks(call)
     energy = chunks.total(chunks.sums(None)[0])
     score = _project(chunks, _inverse(energy))

@@ -57,7 +57,7 @@ class LinearAttention(Mixer):
         self._add_output(num_heads * self.head_dim, hidden_size, bias, dropout)
 
     def state_size(self, tokens: int) -> int:
-        """Return H F (V + 1), the number of entries in two sums over tokens; independent of ``tokens``."""
+        """Return H F (V + 1), the number of entries in two sums, whatever the number of tokens is."""
         return self.num_heads * self.feature_dim * (self.head_dim + 1)
 
     def _mixing(

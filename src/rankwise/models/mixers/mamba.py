@@ -84,7 +84,7 @@ class Mamba(RecurrentMixer):
         init.copy_(self.step_proj.bias, initial_step_bias(self.step_proj.bias))
 
     def state_size(self, tokens: int) -> int:
-        """Return the number of entries in the states of scan and convolution; independent of ``tokens``."""
+        """Return the number of entries in the states of scan and convolution, for any number of tokens."""
         return self.channels * (self.state_dim + self.convolution.reach)
 
     def _mixing(

@@ -77,7 +77,7 @@ class Mamba2(RecurrentMixer):
         init.copy_(self.step_bias, initial_step_bias(self.step_bias))
 
     def state_size(self, tokens: int) -> int:
-        """Return the number of entries in the states of scan and convolution; independent of ``tokens``."""
+        """Return the number of entries in the states of scan and convolution, for any number of tokens."""
         return self.num_heads * self.state_dim * self.head_dim + sum(self.sizes) * self.convolution.reach
 
     def _mixing(

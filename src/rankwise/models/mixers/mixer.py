@@ -1,4 +1,4 @@
-"""Base class of token mixers (layers that mix tokens by a matrix M), helpers for masks and head widths."""
+"""Base class of token mixers (layers that mix tokens by a matrix M), and helpers for masks and heads."""
 
 from abc import ABC, abstractmethod
 from typing import NamedTuple

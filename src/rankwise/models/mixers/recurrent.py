@@ -16,7 +16,7 @@ STEPS = (0.001, 0.1)
 
 
 class RecurrentMixer(Mixer):
-    """Base class of causal mixers whose state has constant size; raise InputError if ``causal`` is False."""
+    """Base class of causal mixers whose state has constant size; ``causal=False`` raises InputError."""
 
     def __init__(self, causal: bool) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class ShortConvolution(nn.Conv1d):
         return take_tokens(self._convolve(line), (count - 1).clamp(min=0)), take_tokens(line, last)
 
     def _convolve(self, line: Tensor) -> Tensor:
-        """Return the convolution with SiLU of inputs that already include earlier tokens."""
+        """Return the convolution, followed by SiLU, of inputs that already include earlier tokens."""
         return F.silu(super().forward(line.mT)).mT
 
 

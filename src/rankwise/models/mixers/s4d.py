@@ -69,7 +69,7 @@ class S4D(RecurrentMixer):
         init.normal_(self.read, std=0.5**0.5)
 
     def state_size(self, tokens: int) -> int:
-        """Return the number of real and imaginary parts of all states; independent of ``tokens``."""
+        """Return the number of real and imaginary parts of all states, for any number of tokens."""
         return 2 * self.channels * self.state_dim
 
     def _mix(
@@ -113,7 +113,7 @@ class S4D(RecurrentMixer):
         return MixingStep(DenseMixing(matrix, visible), value, final)
 
     def _system(self, wide: torch.dtype) -> tuple[Complex[Tensor, "D N"], Complex[Tensor, "D N"]]:
-        """Return Δ a and Δ c: exp(Δ a) multiplies the states at each token, and Δ c reads them."""
+        """Return Δ a and Δ c: exp(Δ a) multiplies the states at each token, and Δ c reads the states."""
         a = torch.complex(-self.log_rate.to(wide).exp(), self.frequency.to(wide))
         step = self.log_step.to(wide).exp()[:, None]
         return a * step, torch.view_as_complex(self.read.to(wide).contiguous()) * step

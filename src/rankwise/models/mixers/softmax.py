@@ -1,4 +1,4 @@
-"""Softmax attention mixer, in which queries and keys may have another width than values."""
+"""Softmax attention mixer, whose queries and keys may have a different width than values."""
 
 import torch
 from jaxtyping import Bool, Float
@@ -12,7 +12,7 @@ from rankwise.operators import SoftmaxMixing
 
 
 class SoftmaxAttention(Mixer):
-    """Multi-head softmax attention, in which queries and keys may have another width than values.
+    """Multi-head softmax attention, whose queries and keys may have a different width than values.
 
     The mixing matrix is M = softmax(Q Kᵀ / √K_qk), with query width K_qk, and 0 at masked entries. A masked
     token reads itself, so that no row is empty.
@@ -75,7 +75,7 @@ class SoftmaxAttention(Mixer):
     def _mix(
         self, hidden_states: Tensor, mask: Tensor | None, state: MixerState | None, return_state: bool
     ) -> tuple[Float[Tensor, "B H T V"], MixerState | None]:
-        """Return M @ values by PyTorch's fused attention, and the next state."""
+        """Return M @ values, computed by PyTorch's fused attention, and the next state."""
         # Not `SoftmaxMixing @ values`, which splits values into parts of width K and rejects empty axes.
         query, key, value, valid, allowed = self._attention(hidden_states, mask, state)
         mixed = F.scaled_dot_product_attention(

@@ -134,7 +134,7 @@ class TokenStatisticsAttention(Mixer):
     def _mix(
         self, hidden_states: Tensor, mask: Tensor | None, state: MixerState | None, return_state: bool
     ) -> tuple[Float[Tensor, "B H T V"], MixerState | None]:
-        """Return M @ values by the kernels of `rankwise.ops.tssa`, and the next decoding state."""
+        """Return M @ values, computed by `rankwise.ops.tssa`, and the next decoding state."""
         call = self._run(hidden_states, mask, state)
         mixed, final = call.statistics.output.transpose(1, 2), [*(call.statistics.state or ()), *call.inputs]
         if self.scan is not None:
@@ -152,7 +152,7 @@ class TokenStatisticsAttention(Mixer):
         attention_mask: Shaped[Tensor, "B T"] | None = None,
         state: MixerState | None = None,
     ) -> Float[Tensor, "B T H"]:
-        """Return memberships Π: weights of the heads at each token, which sum to 1; 0 at padding."""
+        """Return memberships Π: weights of the heads at each token that sum to 1, or zeros at padding."""
         call = self._run(hidden_states, token_mask(attention_mask, hidden_states), state)
         return call.statistics.membership
 
