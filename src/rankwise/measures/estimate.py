@@ -146,7 +146,10 @@ def estimate_spectrum(op: Mixing, probes: int = 16, steps: int = 64, seed: int =
 
 
 class _MatrixEstimate:
-    """Estimates of one matrix M as tuples `Numbers`; the Krylov space belongs to M divided by ``scale``."""
+    """Estimates of one mixing matrix M, each as a tuple `Numbers`.
+
+    The Krylov space belongs to M/``scale``; `sigma_max` and `count` convert between M and M/``scale``.
+    """
 
     def __init__(self, gram: Gram, krylov: Krylov, products: int, steps: int) -> None:
         self.scale, self.energy, self.products, self.steps = gram.scale, gram.energy, products, steps

@@ -110,7 +110,7 @@ def threads_for(numbers: int) -> int:
 
 @cache
 def thread_pool(process: int, threads: int) -> ThreadPoolExecutor:
-    """Return a cached thread pool of a process id, because a forked process has none of the threads."""
+    """Return a thread pool, cached per process, because a forked process has none of the threads."""
     return ThreadPoolExecutor(threads, thread_name_prefix="rankwise-tssa")
 
 

@@ -16,12 +16,12 @@ class TSSAState(NamedTuple):
     """Decoding state of causal TSSA: running sums over all tokens so far, of constant size.
 
     Sums are float32, or float64 if the inputs are float64. Each call rounds float32 sums once. So a sum has
-    a relative error of at most n·2^-24 after n calls, or 1.44·h·2^-24 with a half-life of h tokens. A sum
-    stops growing when it is 2^24 times as large as the added number. To decode millions of tokens one by one
-    without half-lives, use float64 inputs.
+    a relative error of at most n·2^-24 after n calls, or 1.44·h·2^-24 with a half-life of h tokens.
+    A float32 sum stops growing when it is 2^24 times as large as the added number. To decode millions of
+    tokens one at a time without half-lives, use float64 inputs.
 
     Attributes:
-        energy: Σ_u λ^age w²[u,h,k] over tokens u; age is the number of tokens after u, and λ is the decay.
+        energy: Σ_u λ^age w²[u,h,k] over tokens u; age is the number of tokens after u, and λ the decay or 1.
         assigned: Σ_u λ^age Π[u,h]·w²[u,h,k], where Π are memberships.
         mass: Σ_u λ^age Π[u,h].
         seen: number of real tokens so far, which is the position of the next token in the learned bias.
