@@ -17,7 +17,7 @@ class MixerCache(Cache):
     """Decoding cache with the state of each layer's mixer, compatible with the class `Cache` of transformers.
 
     States of softmax layers grow with the number of tokens; states of all other mixers have constant size.
-    Tensors are never modified in place, so a shallow copy of the list `states` is an independent backup.
+    Tensors are never modified in place, so a shallow copy of the list `states` is an independent copy.
     """
 
     def __init__(self, layers: int) -> None:

@@ -214,7 +214,7 @@ def in_layers(
 
 
 def count(names: Iterable[str], pattern: str) -> int:
-    """Return the number of layers: of different indices that ``pattern`` matches in weight names."""
+    """Return the number of different layer indices that ``pattern`` matches in weight names."""
     return len({match[1] for name in names if (match := re.match(pattern, name))})
 
 

@@ -200,7 +200,7 @@ class ToSTForImageClassification(ToSTPreTrainedModel):
             pixel_values: images whose sides are multiples of the patch size.
             labels: class indices, or target values if ``problem_type`` is regression.
             output_hidden_states: True to also return the input of each block and the output of the last norm;
-                in class-attention layers, the class token is first.
+                from the first class-attention layer on, the class token is first.
             **kwargs: arguments of the loss, and ignored arguments that transformers passes to every model.
 
         Raises:

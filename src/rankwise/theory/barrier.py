@@ -47,7 +47,7 @@ def rank_barrier(
         mask: "full", "causal", or a boolean mask (..., T, S), True if row i sees column j. For a boolean
             mask, the result is a float64 tensor (...).
         sources: number of columns S; T by default.
-        window: number of columns that a row of the causal mask sees, including column i of row i.
+        window: number of columns that each row i of the causal mask sees, the last of which is column i.
 
     Raises:
         ShapeError: if the sizes do not match the mask, or a mask tensor is not boolean.

@@ -75,7 +75,7 @@ class S4D(RecurrentMixer):
     def _mix(
         self, hidden_states: Tensor, mask: Tensor | None, state: MixerState | None, return_state: bool
     ) -> tuple[Float[Tensor, "B D T 1"], MixerState | None]:
-        """Return M @ values and the next state; a convolution needs padding moved behind real tokens."""
+        """Return M @ values and the next state; before the convolution, padding moves to the end."""
         if mask is None or state is not None or _is_contiguous(mask):
             return super()._mix(hidden_states, mask, state, return_state)
         real_first = (~mask).long().argsort(dim=1, stable=True)
