@@ -132,7 +132,7 @@ def split_heads(x: Float[Tensor, "B T D"], heads: int) -> Float[Tensor, "B H T K
 def token_mask(
     attention_mask: Shaped[Tensor, "B T"] | None, hidden_states: Float[Tensor, "B T D"]
 ) -> Bool[Tensor, "B T"] | None:
-    """Return the mask as booleans, or None without a mask; raise if it does not fit the tokens of the call."""
+    """Return the mask as booleans, or None without a mask; raise if it does not fit the tokens."""
     if attention_mask is None:
         return None
     if attention_mask.shape != hidden_states.shape[:2]:
