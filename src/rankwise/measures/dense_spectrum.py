@@ -1,7 +1,7 @@
-"""Singular values of dense matrices: from the Gram matrix if its error is provably harmless, else by SVD.
+"""Singular values of dense matrices, from the Gram matrix if rounding cannot change a rank, otherwise by SVD.
 
-The SVD is computed if the smaller side is below `SVD_SIZE` or a gradient is required (decision 004, from
-CPU timings of `python -m benchmarks rank`). Otherwise eigenvalues of the Gram matrix are computed first, and
+The SVD is computed if the smaller side is below `SVD_SIZE` or a gradient is required
+(docs/decisions/004-fast-ranks.md). Otherwise eigenvalues of the Gram matrix are computed first, and
 the SVD is computed only for matrices in which rounding could change a rank.
 
 Matrices are decomposed in parts (a few matrices each), to limit the memory of intermediate results. On a
@@ -23,9 +23,9 @@ from rankwise._internals.threads import PARALLEL_BYTES, map_threads, numpy_is_on
 from rankwise.measures.registry import Mixing, as_matrices, check_matrices
 
 SVD_SIZE = 96
-"""Size below which the SVD is computed: for min(T, S) < SVD_SIZE, it is as fast as the Gram matrix."""
+"""Size below which the SVD is computed: for min(T, S) < SVD_SIZE, the SVD is as fast as the Gram matrix."""
 EFFECTIVE_RTOL = 1e-2
-"""Bound on the relative error of the effective rank; the SVD is computed if rounding may exceed it."""
+"""Bound on the relative error of the effective rank; the SVD is computed if rounding may exceed the bound."""
 PART_BYTES = {"cpu": 2**20}
 """Bytes of float64 matrices that one CPU thread decomposes together; several such parts fit the cache."""
 DEVICE_PART_BYTES = 2**29
@@ -36,7 +36,7 @@ PartFunction = Callable[[Tensor], tuple[Tensor, ...]]
 
 EPS = torch.finfo(torch.float64).eps
 ROW_BLOCKS = 8
-"""Number of row blocks of the symmetric Gram matrix, of which one half is computed: 9/16 of all products."""
+"""Number of row blocks of the symmetric Gram matrix. Only half is computed, with 9/16 of all products."""
 PLAIN = 2.0**100
 """Matrices are not scaled if their largest magnitude is between 1/PLAIN and PLAIN: the squares of their
 entries then neither overflow nor underflow float64."""
@@ -52,9 +52,9 @@ def gram_or_svd(
 
     Args:
         matrices: finite matrices.
-        delta: absolute threshold δ at which the number of singular values ≥ δ must be exact.
+        delta: δ at which the number of singular values ≥ δ must be exact; None to skip this check.
         rtol: largest relative error of the effective rank; None to skip this check.
-        relative: threshold, as a fraction of σ_1, at which the number of singular values must be exact too.
+        relative: δ at which the number of singular values ≥ δσ_1 must be exact; None to skip this check.
 
     Returns:
         Singular values divided by a scale; the scale of each matrix; and 1 for each matrix whose SVD was
@@ -93,9 +93,9 @@ class GramSpectrum(NamedTuple):
     The computed eigenvalues λ̂ are exact for a perturbed matrix G + E. The perturbation E has ‖E‖_F ≤
     ``slack`` = 2·k·ε·‖M/scale‖_F², with k = max(T, S) and ε = 2⁻⁵². A quarter of the slack covers the rounded
     matrix product fl(M Mᵀ): |fl(M Mᵀ) − M Mᵀ| ≤ k·(ε/2)·|M||M|ᵀ (Higham, "Accuracy and Stability of Numerical
-    Algorithms", Section 3.5). The rest is assumed to cover the eigensolver: LAPACK's is backward stable up to
-    a modest multiple of ε·‖G‖ (Users' Guide, Section 4.7); cuSOLVER's methods are so, too, but its constant
-    is not published.
+    Algorithms", Section 3.5). The other three quarters are assumed to cover the eigensolver. LAPACK is
+    backward stable up to a modest multiple of ε·‖G‖ (Users' Guide, Section 4.7). cuSOLVER uses backward
+    stable methods too, but its constant is not published.
     """
 
     eigenvalues: Float64[Tensor, "N R"]
@@ -105,14 +105,14 @@ class GramSpectrum(NamedTuple):
     """Power of two by which M is divided."""
 
     def decides_count(self, delta: float) -> Bool[Tensor, " N"]:
-        """Return True for each matrix in which rounding cannot move an eigenvalue across δ² (by Weyl)."""
+        """Return True for each matrix where rounding moves no eigenvalue across δ² (Weyl's inequality)."""
         threshold = (delta / self.scale).square()[:, None]
         return ((self.eigenvalues - threshold).abs() > self.slack[:, None]).all(-1)
 
     def decides_relative_count(self, delta: float) -> Bool[Tensor, " N"]:
         """Return True for each matrix in which rounding cannot move an eigenvalue across δ²λ_1.
 
-        The rounding error of the largest eigenvalue λ_1 is included. A zero matrix always returns True.
+        The rounding error of the largest eigenvalue λ_1 is included. The result for a zero matrix is True.
         """
         threshold = delta * delta * self.eigenvalues[:, :1]
         away = (self.eigenvalues - threshold).abs() > (1 + delta * delta) * self.slack[:, None]
@@ -122,12 +122,13 @@ class GramSpectrum(NamedTuple):
     def effective_rank_error(self) -> Float64[Tensor, " N"]:
         """Return a bound on the relative error of the effective rank, exp(entropy of σ/Σσ), per matrix.
 
-        Hoffman and Wielandt: Σ|λ̂_i − λ_i|² ≤ slack², and |σ̂ − σ| ≤ min(√|λ̂ − λ|, |λ̂ − λ|/σ̂). The n'
-        values with λ̂ ≤ slack have errors that sum to at most n'^¾·√slack (Hölder). The errors of the other
-        values sum to at most slack·√(Σ 1/λ̂) (Cauchy and Schwarz). Both sums divided by Σσ̂ bound the total
-        variation distance d of the two distributions σ/Σσ. So the entropies differ by at most h = d·log n +
-        d·(1 − log d) (K. Audenaert, "A sharp continuity estimate for the von Neumann entropy", 2007). The
-        bound is exp(h) − 1, or infinity if d ≥ ½.
+        λ̂ are the n computed eigenvalues, λ the exact eigenvalues, σ̂ = √λ̂ and σ = √λ. Then Σ|λ̂_i − λ_i|² ≤
+        slack² (Hoffman and Wielandt), and |σ̂ − σ| ≤ min(√|λ̂ − λ|, |λ̂ − λ|/σ̂). The n' values with
+        λ̂ ≤ slack have errors of σ that sum to at most n'^¾·√slack (Hölder). The errors of all other σ sum
+        to at most slack·√(Σ 1/λ̂) (Cauchy and Schwarz). The total of both sums, divided by Σσ̂, bounds the
+        total variation distance d between the computed and the exact distribution σ/Σσ. So the entropies
+        differ by at most h = d·log n + d·(1 − log d) (K. Audenaert, "A sharp continuity estimate for the von
+        Neumann entropy", 2007). The bound is exp(h) − 1, or infinity if d ≥ ½.
         """
         values, slack = self.eigenvalues, self.slack[:, None]
         large = values > slack
@@ -151,7 +152,7 @@ def gram_spectrum(matrices: Float64[Tensor, "N T S"]) -> GramSpectrum:
 
 
 def to_range(matrices: Float64[Tensor, "N T S"]) -> tuple[Float64[Tensor, "N T S"], Float64[Tensor, " N"]]:
-    """Return matrices divided by a power of two, and the power: 1 unless squares could over- or underflow."""
+    """Return matrices divided by a power of two, and the power; 1 if no square may over- or underflow."""
     extremes = torch.stack([matrices.amax(MATRIX), matrices.amin(MATRIX)], dim=-1)
     scale = unit_scale(extremes, (-1,))[:, 0]
     scale = torch.where((scale > 1 / PLAIN) & (scale < PLAIN), 1.0, scale)
@@ -176,13 +177,13 @@ def lower_gram(matrices: Float64[Tensor, "N T S"]) -> Float64[Tensor, "N R R"]:
 
 
 def _reach(block: Float64[Tensor, "N R C"]) -> int:
-    """Return the number of columns up to the last nonzero one; early rows of a causal matrix have few."""
+    """Return the number of columns up to the last nonzero column: few in early rows of causal matrices."""
     used = ((block.amax(-2) != 0) | (block.amin(-2) != 0)).any(0)
     return int((used * torch.arange(1, len(used) + 1, device=used.device)).amax())
 
 
 def _eigenvalues(lower: Float64[Tensor, "N R R"]) -> Float64[Tensor, "N R"]:
-    """Return ascending eigenvalues, by numpy if on one thread (2/3 of torch's time), otherwise by torch."""
+    """Return ascending eigenvalues, by numpy on one thread (in 2/3 of torch's time), otherwise by torch."""
     if lower.device.type == "cpu" and numpy_is_on_one_thread():
         return torch.from_numpy(np.linalg.eigvalsh(lower.numpy(), UPLO="L"))
     return torch.linalg.eigvalsh(lower, UPLO="L")
@@ -191,8 +192,8 @@ def _eigenvalues(lower: Float64[Tensor, "N R R"]) -> Float64[Tensor, "N R"]:
 def map_parts(mixing: Mixing, subject: str, function: PartFunction) -> tuple[Tensor, ...]:
     """Apply a function to one part (a few matrices) at a time, and concatenate the results.
 
-    A matrix with NaN or infinity is replaced by 0 before the call, and its results are set to NaN afterwards,
-    so it does not affect the rest of the part. Memory: `PARALLEL_BYTES`, or one matrix if it is larger.
+    A matrix with NaN or infinity is replaced by 0 before the call, and its results are set to NaN afterwards.
+    So the matrix does not affect the rest of the part. Memory: `PARALLEL_BYTES`, or one larger matrix.
     """
     check_matrices(mixing, subject)
     lead, bytes_each = mixing.shape[:-2], 8 * math.prod(mixing.shape[-2:])
@@ -209,7 +210,7 @@ def map_parts(mixing: Mixing, subject: str, function: PartFunction) -> tuple[Ten
             for numbers in function(batch)
         ]
 
-    # An accelerator runs one part at a time; autograd records its graph on one thread only.
+    # Parts run one by one on an accelerator, and for autograd, which records a graph on one thread only.
     alone = mixing.device.type != "cpu" or (isinstance(mixing, Tensor) and mixing.requires_grad)
     at_once = 1 if alone else max(1, PARALLEL_BYTES // (per_part * bytes_each))
     results = map_threads(apply, _part_indices(lead, per_part), at_once)

@@ -38,7 +38,7 @@ ZERO: Numbers = (0.0, 0.0, 0.0, 0.0)
 
 @dataclass(frozen=True)
 class SpectrumEstimate:
-    """Estimated ranks of each matrix of an operator; counts singular values at any threshold on request."""
+    """Estimated ranks of each matrix of an operator, and counts of singular values at any threshold."""
 
     effective_rank: Estimate
     """Effective rank exp(−Σ p_i log p_i), where p = σ/Σσ are normalized singular values."""
@@ -53,9 +53,9 @@ class SpectrumEstimate:
     def count(self, delta: float) -> Estimate:
         """Estimate the number of singular values ≥ δ.
 
-        The value is NaN if the quadrature error exceeds both 0.5 and 5 % of the value, because too many
-        singular values are close to δ. In this case only the interval is known.
-        δ is absolute as in `numerical_rank`; a `RankwiseError` is raised if it is not finite and positive.
+        The value is NaN, and only the interval is known, if too many singular values are close to δ: if the
+        quadrature error exceeds both 0.5 and 5 % of the value.
+        δ is absolute as in `numerical_rank`; a `RankwiseError` is raised if δ is not finite and positive.
         Cost: no further product with M; ``probes`` eigendecompositions of order ``steps`` per matrix.
 
         Examples:
@@ -68,7 +68,7 @@ class SpectrumEstimate:
         return _each(self._matrices, self.products, lambda matrix: matrix.count(delta))
 
     def relative_count(self, delta: float) -> Estimate:
-        """Estimate the number of singular values ≥ δσ_1, as `count` at δ times the estimated σ_1.
+        """Estimate the number of singular values ≥ δσ_1, by `count` at δ times the estimated σ_1.
 
         The interval of the count is valid for every σ_1 in the interval of `sigma_max`. A `RankwiseError` is
         raised if δ is not finite and positive.
@@ -87,16 +87,16 @@ def estimate_spectrum(op: Mixing, probes: int = 16, steps: int = 64, seed: int =
     """Estimate the ranks of mixing matrices M without forming them.
 
     The ranks follow from traces tr f(MᵀM). Block Lanczos from random ±1 vectors (probes), with full
-    reorthogonalization, finds the strongest directions. All other directions add the mean of probes to a
-    trace, corrected by the exact ‖M‖_F². Methods and papers: `TraceEstimator` and `EigenvalueCounter`.
+    reorthogonalization, finds the strongest directions. The contribution of all other directions is a mean
+    over probes, corrected by the exact ‖M‖_F². Methods and papers: `TraceEstimator`, `EigenvalueCounter`.
 
     Range: the ranges of `effective_rank`, `stable_rank` and `numerical_rank`.
     Errors: each interval contains the exact number for at least 95 % of seeds. The statistical error
     decreases as 1/√probes, and the quadrature error decreases with ``steps``. The quadrature error is largest
     for sharp attention, where many σ are near 0 and many near 1. σ below 1e-7·‖M‖_F counts as 0. The result
     is exact up to rounding if S ≤ probes·steps, or if the rank of M is so low that all directions are found.
-    Cost: at most 2·probes·steps matrix–vector products per matrix. For softmax attention they take ``steps``
-    passes over the rows of M, O(T S (K + probes)) time each, and one more pass for ‖M‖_F. Memory:
+    Cost: at most 2·probes·steps matrix–vector products per matrix. For softmax attention, the products take
+    ``steps`` passes over the rows of M, O(T S (K + probes)) time each; ‖M‖_F takes one more pass. Memory:
     8·S·probes·steps bytes and a block of rows per matrix; a CPU runs matrices in parallel up to 512 MiB.
     Randomness: the seed draws the same vectors for all matrices with S columns, on any device. So the result
     of a matrix does not depend on its batch, and nearly equal matrices have nearly equal errors.
@@ -146,7 +146,10 @@ def estimate_spectrum(op: Mixing, probes: int = 16, steps: int = 64, seed: int =
 
 
 class _MatrixEstimate:
-    """Estimates of one matrix as Python floats; the matrix was divided by ``scale`` beforehand."""
+    """Estimates of one mixing matrix M, each as a tuple `Numbers`.
+
+    The Krylov space belongs to M/``scale``; `sigma_max` and `count` convert between M and M/``scale``.
+    """
 
     def __init__(self, gram: Gram, krylov: Krylov, products: int, steps: int) -> None:
         self.scale, self.energy, self.products, self.steps = gram.scale, gram.energy, products, steps
@@ -161,7 +164,7 @@ class _MatrixEstimate:
         by_ritz, by_probes = self._entropy(self.estimator.by_ritz), self._entropy(self.estimator.by_probes)
         middle, bracket = min(by_ritz, by_probes, key=lambda entropy: entropy[1].reach(self.quantile))
         reach = bracket.reach(self.quantile)
-        reach += reach * reach + ROUNDING  # adds second-order and rounding errors
+        reach += reach * reach + ROUNDING  # for second-order and rounding errors
         low, value, high = (
             min(max(math.exp(number), 1.0), float(self.limit))
             for number in (middle - reach, middle, middle + reach)
@@ -194,7 +197,7 @@ class _MatrixEstimate:
             return ZERO
         if self._counter is None:
             self._counter = EigenvalueCounter(self.estimator, self.steps)
-        relative = min(delta / self.scale, 1e100)  # 1e100 exceeds every σ, and its square is still finite
+        relative = min(delta / self.scale, 1e100)  # 1e100 exceeds every scaled σ; 1e200 is finite
         return self._counter.count(relative * relative, self.quantile)
 
     def relative_count(self, delta: float) -> Numbers:

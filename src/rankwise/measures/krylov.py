@@ -16,7 +16,7 @@ from rankwise.operators import DenseMixing, IndexedMixing, MixingOperator, Softm
 from rankwise.operators.base import TransposedMixing
 
 TRIM_BYTES = 2**20
-"""Block size in bytes from which `_trim_memory` is called, because its milliseconds are then negligible."""
+"""Block size in bytes from which `_trim_memory` is called, because a call takes milliseconds."""
 
 Apply = Callable[[Tensor], tuple[Tensor, Tensor]]
 """Function that maps X to (A X, Xᵀ A X) for a symmetric positive semidefinite matrix A."""
@@ -28,14 +28,14 @@ DEVICE_BLOCK_ENTRIES = 2**23
 
 ROW_WALKED = (SoftmaxMixing, DenseMixing)
 """Operators whose products compute rows of M: one pass over the rows then serves both M and Mᵀ.
-Other operators have faster products that do not compute rows."""
+All other operators have faster products that compute no rows."""
 
 
 class Gram:
     """Linear map MᵀM/scale² of one mixing matrix M (T×S), in float64; ``scale`` is chosen by `_measure`.
 
-    The softmax itself is computed in float64. MᵀM squares the singular values, so float64 rounding hides
-    values below 1e-8·σ_1. Float32 would hide values below 3e-4·σ_1, which are a large part of a long tail.
+    The rows of softmax attention are also computed in float64. MᵀM squares the singular values, so float64
+    hides singular values below 1e-8·σ_1. Float32 would hide singular values below 3e-4·σ_1, which are many.
     """
 
     def __init__(self, op: MixingOperator) -> None:
@@ -48,7 +48,7 @@ class Gram:
     def __call__(
         self, vectors: Float64[Tensor, "S V"]
     ) -> tuple[Float64[Tensor, "S V"], Float64[Tensor, "V V"]]:
-        """Return MᵀM X and Xᵀ MᵀM X; the second is computed as (M X)ᵀ(M X), to be positive semidefinite."""
+        """Return MᵀM X, and Xᵀ MᵀM X computed as (M X)ᵀ(M X), so that it is positive semidefinite."""
         vectors = vectors / self.scale
         op = self.operator
         if not isinstance(op.operator if isinstance(op, IndexedMixing) else op, ROW_WALKED):
@@ -69,7 +69,10 @@ class Gram:
             yield self.operator.rows(start, min(start + step, self.rows)).to(torch.float64)
 
     def _measure(self) -> tuple[float, float]:
-        """Return the scale, a power of two near the largest entry of M, and the energy ‖M‖_F²/scale²."""
+        """Return the scale, a power of two near the largest entry of M, and the energy ‖M‖_F²/scale².
+
+        The energy is NaN if M contains NaN or infinity.
+        """
         largest, energies = 0.0, []
         for block in self._blocks():
             top = float(block.abs().max())
@@ -99,7 +102,7 @@ class Krylov(NamedTuple):
     steps: int
     """Number of products of A with a block of P vectors."""
     basis: Float64[Tensor, "M N"] | None
-    """Basis Q, (M, N) for A of size M×M; None unless `block_lanczos` was called with ``keep_basis``."""
+    """Basis Q, (M, N) for A of size M×M. None if `block_lanczos` was called without ``keep_basis``."""
 
 
 def block_lanczos(
@@ -122,7 +125,7 @@ def block_lanczos(
         here, after = slice((used - 1) * width, used * width), slice(used * width, (used + 1) * width)
         previous = basis[: used * width]
         previous[here] = block.mT
-        kept.append(block.square().sum(0) > 0.5)  # dropped directions are zero columns
+        kept.append(block.square().sum(0) > 0.5)  # a dropped direction is a zero column
         product, inner = apply(block)
         matrix[here, here] = (inner + inner.mT) / 2
         block, outer = _orthonormal(_without(product, previous), tolerance)
@@ -157,7 +160,7 @@ def _trim_memory() -> None:
 
 
 def _without(vectors: Tensor, previous: Tensor) -> Tensor:
-    """Return vectors minus their projection onto a basis (rows), twice to remove rounding errors."""
+    """Return vectors minus the projection onto a basis (rows), subtracted twice to remove rounding errors."""
     for _ in range(2):
         vectors = torch.addmm(vectors, previous.mT, previous @ vectors, alpha=-1)
     return vectors

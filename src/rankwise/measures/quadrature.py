@@ -19,7 +19,7 @@ Numbers = tuple[float, float, float, float]
 """Value, standard error, and the lower and upper ends of the interval."""
 
 ROUNDING = 64 * torch.finfo(torch.float64).eps
-"""Fraction of tr A below which an eigenvalue, or a coupling between vectors, counts as a rounding error."""
+"""Fraction of tr A below which an eigenvalue, or a coupling of Krylov vectors, counts as a rounding error."""
 NO_SPREAD = 1e-10
 """A control variate is used if the standard deviation of xᵀ A x over probes x exceeds this share of tr A."""
 SAME = 0.999
@@ -27,7 +27,7 @@ SAME = 0.999
 CONVERGED = 1e-6
 """Relative residual below which a Ritz value (approximate eigenvalue) counts as an eigenvalue."""
 SHARP = 0.05
-"""Relative quadrature error above which only the interval of a count is reported, and no number."""
+"""A count is NaN, and only its interval is known, if the quadrature error exceeds 0.5 and this share."""
 
 
 class Nodes(NamedTuple):
@@ -100,7 +100,7 @@ class TraceEstimator:
         """Return a bracket of tr f(A) from all Ritz values θ, without probes, for concave f ≥ 0.
 
         The lower end is Σ f(θ). The upper end adds the most that the energy outside the Krylov space can add.
-        Both hold because the eigenvalues of A majorize the eigenvalues of its diagonal blocks.
+        Both ends are bounds, because the eigenvalues of A majorize the eigenvalues of its diagonal blocks.
         """
         values = self.upper.values
         low, high = float(self._floored(function)(values).sum()), float(function(values).sum())
@@ -129,7 +129,7 @@ class TraceEstimator:
 
 
 def rules(krylov: Krylov, tolerance: float) -> tuple[Nodes, Nodes, Float64[Tensor, " N"]]:
-    """Return the block Gauss–Radau rule with nodes at 0, the block Gauss rule, and its residual at each node.
+    """Return the block Gauss–Radau rule with nodes at 0, the block Gauss rule, and residuals at Gauss nodes.
 
     For a function such as the square root, whose derivatives alternate in sign (+ − + −), the Gauss–Radau
     rule is a lower bound and the Gauss rule an upper bound. Eigenvalues below ``tolerance`` count as 0.
@@ -139,7 +139,7 @@ def rules(krylov: Krylov, tolerance: float) -> tuple[Nodes, Nodes, Float64[Tenso
     upper = Nodes(values.clamp(min=0), (vectors.mT @ krylov.start).square())
     tail = krylov.tail @ vectors
     smallest = max(tolerance, torch.finfo(values.dtype).tiny)
-    half = tail / values.clamp(min=smallest).sqrt()  # makes the Schur complement 0: then 0 is an eigenvalue
+    half = tail / values.clamp(min=smallest).sqrt()  # a Schur complement of 0 adds the node 0
     extended = torch.cat([torch.cat([values.diag(), tail.mT], 1), torch.cat([tail, half @ half.mT], 1)])
     values, mixed = torch.linalg.eigh(extended)
     weights = (mixed[: len(vectors)].mT @ (vectors.mT @ krylov.start)).square()
@@ -149,9 +149,9 @@ def rules(krylov: Krylov, tolerance: float) -> tuple[Nodes, Nodes, Float64[Tenso
 def intercept_at_zero(values: Tensor, control: Tensor) -> tuple[float, float]:
     """Return the value of a linear regression on ``control`` at control = 0, and its standard error.
 
-    The control has mean 0 in expectation. The error is the HC3 estimate (MacKinnon and White 1985). It is
-    valid for few probes and for a variance that depends on the control, because it leaves out each probe in
-    turn.
+    The control has mean 0 in expectation. The error is the HC3 estimate (MacKinnon and White 1985), which
+    leaves out each probe in turn. So the error is valid for few probes, and if the variance depends on the
+    control.
     """
     middle = control.mean()
     centred = control - middle
@@ -170,7 +170,7 @@ def _confirmed_pairs(krylov: Krylov, energy: float) -> list[ConfirmedPairs]:
 
     Both spaces are subspaces of the space of all probes, so no product with M is needed. If an eigenvalue has
     more eigenvectors than a half has probes, each half finds only a part of its eigenspace. The parts differ
-    between the halves, so they are not returned.
+    between the halves, so such pairs are not returned.
     """
     half = krylov.start.shape[1] // 2
 
@@ -179,7 +179,7 @@ def _confirmed_pairs(krylov: Krylov, energy: float) -> list[ConfirmedPairs]:
         return image, block.mT @ image
 
     def ritz(start: Tensor) -> tuple[Tensor, Tensor]:
-        # Rounding noise alone may put a direction into both halves, so the tolerance is above rounding.
+        # The tolerance is above rounding, because rounding alone may put a direction into both halves.
         subspace = block_lanczos(apply, start, krylov.steps, 1e-10 * energy, keep_basis=True)
         values, vectors = torch.linalg.eigh(subspace.matrix)
         assert subspace.basis is not None
@@ -205,15 +205,15 @@ class EigenvalueCounter:
     - By probes: for each probe, a Gauss rule with a node at t bounds the spectral weight above t
       (Chebyshev–Markov–Stieltjes inequalities). Converged Ritz values are counted directly.
 
-    Source: N. Akhiezer, "The Classical Moment Problem", 1965; for the rule with a node at t, Golub and
-    Meurant 2010.
+    Source: N. Akhiezer, "The Classical Moment Problem", 1965. Golub and Meurant 2010 describe the rule with
+    a node at t.
     """
 
     def __init__(self, estimator: TraceEstimator, steps: int) -> None:
         self.estimator = estimator
         values, weights = estimator.upper
         settled = estimator.residuals <= CONVERGED * values
-        settled |= values <= estimator.rounding  # values at the level of rounding are known: 0
+        settled |= values <= estimator.rounding  # values at rounding level count as 0: they are settled
         self.settled = Nodes(values[settled], weights[settled])
         spent = math.ceil(int(settled.sum()) / weights.shape[1])  # a Lanczos step settles one value per probe
         self.rule = _scalar_rule(Nodes(values[~settled], weights[~settled]), max(steps - spent, 1))
@@ -229,7 +229,7 @@ class EigenvalueCounter:
         reach = bracket.reach(quantile) + CONVERGED * (1 + abs(bracket.value))
         low = max(fewest, math.ceil(bracket.value - reach))
         high = min(most, math.floor(bracket.value + reach))
-        if low > high or most - fewest <= 2 * reach:  # the bounds by energy are certain
+        if low > high or most - fewest <= 2 * reach:  # use bounds by energy, which hold for any probes
             low, high, bracket = fewest, most, Bracket((fewest + most) / 2, (most - fewest) / 2, 0.0)
         value = float(min(max(bracket.value, low), high))
         if bracket.half_width > max(0.5, SHARP * value):
@@ -258,7 +258,7 @@ class EigenvalueCounter:
 
 
 class ScalarRule(NamedTuple):
-    """Gauss rule of the spectral measure of each of P probes: N×N Jacobi matrices and total weights."""
+    """Gauss rules of the spectral measures of P probes: N×N Jacobi matrices and total weights."""
 
     jacobi: Float64[Tensor, "P N N"]
     mass: Float64[Tensor, " P"]

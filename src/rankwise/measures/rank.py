@@ -52,7 +52,7 @@ class RankSummary(NamedTuple):
     sigma_max: Float64[Tensor, "*batch"]
     """Largest singular value σ_1, the operator norm."""
     used_svd: Float64[Tensor, "*batch"]
-    """1 if the SVD was computed because rounding in the Gram matrix could have changed a rank, else 0."""
+    """1 if the SVD was computed because rounding in the Gram matrix could change a rank, otherwise 0."""
     scale_free_rank: Float64[Tensor, "*batch"]
     """Number of singular values ≥ δσ_1; independent of the scale of M, and 0 for the zero matrix."""
 
@@ -84,8 +84,9 @@ def rank_summary(op: Mixing, delta: float = DELTA, exact: bool = False) -> RankS
     of λ is at most e = 4·max(T, S)·1e-16·‖M‖_F², and the error of σ at most min(√e, e/σ). If e could move
     some σ across δ or δσ_1, or change the effective rank by 1 %, the SVD of the matrix is computed instead.
     So numerical and scale-free ranks always equal the counts by the SVD. For softmax and hardmax heads up to
-    T = 1,024 no effective rank changed by more than 1e-4. With k = max(T, S), n = min(T, S) and r the stable
-    rank, the relative error is at most k·ε·r for σ_1, and 2k·ε·(r + √n) for r: below 1e-10 up to T = S = 460.
+    T = 1,024, no effective rank changed by more than 1e-4. Let k = max(T, S), n = min(T, S), ε = 2⁻⁵², and r
+    the stable rank. The relative error is at most k·ε·r for σ_1 and 2k·ε·(r + √n) for r, which is below 1e-10
+    up to T = S = 460.
 
     Args:
         op: mixing operator, or tensor (..., T, S) with a row per token and a column per source.
@@ -118,7 +119,7 @@ def numerical_rank(op: Mixing, delta: float = DELTA) -> Float64[Tensor, "*batch"
     Range: integers in [0, min(T, S)], at most ‖M‖_F²/δ²; a larger δ never returns a larger count. NaN for a
     matrix with NaN or infinity, which is why the dtype is float64.
     Cost: T S min(T, S) + (4/3)·min(T, S)³ operations and O(T S) memory per matrix, about 40 % of the time of
-    `singular_values`; the full time for the few matrices with a singular value too close to δ.
+    `singular_values`. A matrix with a singular value too close to δ takes the full time.
     Numerics: eigenvalues of M Mᵀ, as in `rank_summary`; the result always equals the count by the SVD.
     Source: rank(M, δ) of "On the Limitation and Redundancy of Transformers: A Rank Perspective".
 

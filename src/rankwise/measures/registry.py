@@ -53,7 +53,7 @@ MEASURES: dict[str, Measure] = {}
 def measure(
     of: Literal["matrices", "heads", "tokens"], *statistics: type[RowStatistic], degree: int | None
 ) -> Callable[[MeasureT], MeasureT]:
-    """Return a decorator that registers a function in `MEASURES`; the arguments are fields of `Measure`.
+    """Return a decorator that registers a function in `MEASURES`; the arguments are the fields of `Measure`.
 
     Examples:
         >>> from rankwise import measures
@@ -77,7 +77,7 @@ def as_matrices(mixing: Mixing, subject: str) -> Float64[Tensor, "*batch T S"]:
 
 
 def as_operator(mixing: Mixing, subject: str) -> MixingOperator:
-    """Return an operator that computes rows in float64 without forming the matrix; a tensor is wrapped."""
+    """Return mixing matrices as a float64 operator, without forming them; a `DenseMixing` keeps its dtype."""
     check_matrices(mixing, subject)
     if isinstance(mixing, Tensor):
         mixing = DenseMixing(mixing if mixing.is_floating_point() else to_float64(mixing, subject))

@@ -1,9 +1,9 @@
 r"""Query/key width that the logits of an attention head require, from second moments of queries and keys.
 
-For queries Q and keys K with second moments P = QᵀQ and S = KᵀK, replacing the logits Q Kᵀ by Q A Kᵀ has the
-squared error ‖P^½ (A − I) S^½‖_F², summed over all query–key pairs. So the first r singular directions of
-P^½ S^½ are the best rank-r approximation (KQ-SVD, arXiv 2512.05916). Compression projects on these
-directions; audits and plans report the width r that is required.
+Let queries Q and keys K have the second moments P = QᵀQ and S = KᵀK. Replacing the logits Q Kᵀ by Q A Kᵀ,
+with a matrix A, has the squared error ‖P^½ (A − I) S^½‖_F², summed over all query–key pairs. So the first r
+singular directions of P^½ S^½ are the best rank-r approximation (KQ-SVD, arXiv 2512.05916). Compression
+projects on these directions. Audits and plans report the width r that is required.
 """
 
 from collections.abc import Iterator
@@ -25,12 +25,12 @@ __all__ = ["WIDTH_TOLERANCE", "LogitMoments", "logit_moments", "required_head_di
 RIDGE = 1e-9
 """Ridge added to second moments, relative to their mean eigenvalue, so that inverse roots are finite."""
 STEP = 4096
-"""Number of tokens cast to float64 at once, which limits memory."""
+"""Number of tokens that are cast to float64 at once, to limit memory."""
 
 
 @dataclass(frozen=True)
 class LogitBases:
-    """Bases of the query space and the key space of a head (width K); columns in order of importance."""
+    """Bases of the query space and the key space of a head of width K; the first columns matter most."""
 
     query: Float64[Tensor, "K K"]
     key: Float64[Tensor, "K K"]
@@ -40,8 +40,8 @@ def logit_bases(query: Float64[Tensor, "K K"], key: Float64[Tensor, "K K"]) -> L
     """Return bases whose first r columns minimize the squared error of the logits over all query–key pairs.
 
     Formula: A = S^½ V and B = S^−½ V, where P and S are the second moments of queries and keys, and V the
-    eigenvectors of S^½ P S^½ in descending order. With the first r columns, logits are (Q A_r)(K B_r)ᵀ. If
-    several query heads share one key head, pass the sum of their P; they then share A.
+    eigenvectors of S^½ P S^½ in descending order. With the first r columns, logits are (Q A_r)(K B_r)ᵀ. For
+    query heads that share one key head, pass the sum of their P: the bases then fit all these heads.
     Cost: two eigendecompositions, O(K³) time.
     """
     root, inverse = _roots(key)
@@ -90,7 +90,7 @@ class LogitMoments:
         )
 
     def sum_sequences(self) -> "LogitMoments":
-        """Return moments (B, H, …) summed over sequences; per head, non-finite sequences are left out."""
+        """Return moments (B, H, …) summed over sequences; a head skips its non-finite sequences."""
         finite = all_finite(self.query) & all_finite(self.key)
         square = finite[..., None, None]
         return LogitMoments(
@@ -160,8 +160,8 @@ def required_head_dim(
     KL divergence of attention rows with nearly equal weights. Keys are centered, because softmax ignores a
     constant added to all logits of a row. Masks are ignored: all query–key pairs count.
     Range: [0, K]; 0 if the logits are so small that attention is uniform. Invariant to a rotation of queries
-    and keys, to scaling to c·q and k/c, and to a vector added to every key. NaN without tokens, or with NaN
-    or infinity. The result cannot exceed the number of tokens, so pass several tokens per channel.
+    and keys, to scaling to c·q and k/c, and to a vector added to every key. NaN if there is no token, or a
+    moment is NaN or infinite. The result cannot exceed the number of tokens, so pass several per channel.
     Accuracy: usually an overestimate for peaked rows (docs/reference/findings.md).
     Cost: O(K³) time in addition to `logit_moments`.
     Source: KQ-SVD, arXiv 2512.05916, for the best rank-r logits. The tolerance in nats is specific to this

@@ -1,7 +1,7 @@
 """One pass over the rows of mixing matrices (operators), block by block, for all measures of rows.
 
-Each measure of rows declares which row statistics it reads. It is called with an operator, or with a
-`RowWalk` (one pass that fills the statistics of several measures). No whole matrix is formed.
+Each measure of rows declares which row statistics it reads. A measure is called with an operator, or with a
+`RowWalk`, which is one pass that fills the statistics of several measures. No whole matrix is formed.
 """
 
 import math
@@ -110,7 +110,11 @@ def walk_rows(op: "Mixing | RowWalk", name: str) -> RowWalk:
 
 
 def _walk(operator: MixingOperator, statistics: Iterable[type[RowStatistic]]) -> RowWalk:
-    """Return a pass over the rows, repeated with a scale if sums may have left the range of float64."""
+    """Return a pass over the rows.
+
+    If sums of very large or very small entries may leave the range of float64, the pass is repeated with
+    scaled matrices.
+    """
     batch = operator.shape[:-2]
     scale = torch.ones(*batch, 1, 1, dtype=torch.float64, device=operator.device)
     walk = RowWalk(operator, statistics, scale)
@@ -131,7 +135,7 @@ def _blocks(operator: MixingOperator) -> Iterator[tuple[int, Rows]]:
 
 
 def row_shares(rows: Rows) -> Rows:
-    """Return rows |m_ij|/Σ_j|m_ij|, which sum to 1, computed without overflow; rows of zeros stay zero."""
+    """Return rows |m_ij|/Σ_j|m_ij|, which sum to 1, without overflow; rows of zeros stay zero."""
     weights = rows.abs() / unit_scale(rows, (-1,))
     return ratio(weights, weights.sum(-1, keepdim=True).expand_as(weights))
 
@@ -185,7 +189,7 @@ class DistanceToIdentity:
         self.distance = torch.full_like(self.one[..., 0], 0.0 if tokens == sources else math.nan)
 
     def add(self, start: int, rows: Rows, scaled: Rows) -> None:
-        """Subtract 1 from the diagonal entries of a block, and add the norm of the result to the distance."""
+        """Subtract 1 from the diagonal of a block, and combine the norm of the result with the distance."""
         difference = scaled.clone()
         difference.diagonal(offset=start, dim1=-2, dim2=-1).sub_(self.one)
         self.distance = torch.hypot(self.distance, norm(difference, MATRIX))
@@ -211,7 +215,7 @@ class PairwiseDistances:
         self.distance = torch.zeros_like(self.scale)
 
     def add(self, start: int, rows: Rows, scaled: Rows) -> None:
-        """Add the squared distances of each head to all later heads, over a block of rows."""
+        """Add the squared differences over a block of rows to the distance of each pair of heads."""
         for head in range(rows.shape[-3] - 1):
             first, others = rows[..., head : head + 1, :, :], rows[..., head + 1 :, :, :]
             if not self.plain:

@@ -56,7 +56,7 @@ def first_token_mass(op: Mixing | RowWalk) -> Float64[Tensor, "*batch"]:
     """Return the mean weight that the rows of a mixing matrix M put on the first token.
 
     Formula: mean over rows i of |m_i0|/Σ_k|m_ik|. Rows of zeros are left out of the mean.
-    Range: [0, 1]; 1 if all weight is on the token (an attention sink), 1/S if all rows are uniform. NaN for
+    Range: [0, 1]; 1 if all weight is on the first token (an attention sink), 1/S if rows are uniform. NaN for
     a matrix with only rows of zeros, or with NaN or infinity.
     Cost: O(T S) time per matrix.
 
@@ -109,7 +109,7 @@ def max_token_index(op: Mixing | RowWalk) -> Int64[Tensor, "*batch"]:
 def row_spread(op: Mixing | RowWalk) -> Float64[Tensor, "*batch"]:
     """Return the distance of a mixing matrix M to the nearest matrix with equal rows, divided by its norm.
 
-    Formula: ‖M − 1m̄ᵀ‖_F/‖M‖_F, m̄ is the mean row; 0 for the zero matrix. Same as `absolute_spread` of rows.
+    Formula: ‖M − 1m̄ᵀ‖_F/‖M‖_F, where m̄ is the mean row; 0 for the zero matrix. Equals `spread` of the rows.
     Range: [0, 1]; 0 if all rows are equal, so that every token receives the same mixture of values. NaN
     for a matrix with NaN or infinity.
     Cost: O(T S) time per matrix.
@@ -130,8 +130,8 @@ def identity_distance(op: Mixing | RowWalk) -> Float64[Tensor, "*batch"]:
     """Return the normalized distance of a mixing matrix M to the identity, which mixes no tokens.
 
     Formula: ‖M − I‖_F/√(‖M‖_F² + T).
-    Range: [0, 1] if the trace is not negative (as without negative entries), else up to √2. 0 if no tokens
-    are mixed, 1 if no token attends to itself. NaN if T ≠ S, or for a matrix with NaN or infinity.
+    Range: [0, 1] if the trace is not negative, as without negative entries; otherwise up to √2. 0 if no
+    tokens are mixed, 1 if no token attends to itself. NaN if T ≠ S, or for a matrix with NaN or infinity.
     Cost: O(T S) time per matrix.
 
     Examples:

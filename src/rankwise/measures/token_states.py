@@ -98,7 +98,7 @@ def mean_cosine(tokens: Shaped[Tensor, "B T D"], mask: TokenMask | None = None) 
 
     Formula: Σ_{i≠j} ⟨u_i, u_j⟩ / (n(n − 1)) = (‖Σ u_i‖² − Σ‖u_i‖²) / (n(n − 1)) over n tokens y_i with
     directions u_i = y_i/‖y_i‖. Tokens of norm 0 have no direction and are left out.
-    Range: [−1/(n − 1), 1]; 1 if all tokens have the same direction, near 0 if they are unrelated. Independent
+    Range: [−1/(n − 1), 1]; 1 if all tokens have the same direction, near 0 for random directions. Independent
     of the norms of the tokens. NaN if fewer than two tokens are nonzero, or a real token is not finite.
     Cost: O(T D) time per sequence; no T×T matrix is formed.
     Numerics: cancellation in the sum limits the absolute error to about 1e-16.
@@ -127,7 +127,7 @@ def state_effective_rank(
 
     Formula: `effective_rank` of the T×D matrix of real tokens. Padding becomes rows of zeros, which do not
     change the singular values.
-    Range: [1, min(n, D)] for n real tokens, 0 if all are zero; 1 if all tokens are multiples of one vector.
+    Range: [1, min(n, D)] for n real tokens; 1 if they are multiples of one vector, 0 if all are zero.
     NaN for a sequence without a real token, or with NaN or infinity in a real token.
     Cost: a dense decomposition, O(T D min(T, D)) time.
     Numerics: the SVD is computed, because a Gram matrix loses singular values below 1e-8·σ_1.
@@ -146,8 +146,8 @@ def relative_update(before: Tokens, after: Tokens, mask: TokenMask | None = None
     """Return how much a block changes the states, relative to their norm; a mere rescaling counts as 0.
 
     Formula: min_c ‖Z − cY‖_F/‖Z‖_F = √(1 − ⟨Y, Z⟩²/(‖Y‖²‖Z‖²)) for states Y before and Z after the block; 0
-    if Z is 0. ``mask`` is True for real tokens, by default all.
-    Range: [0, 1]; 0 if the block only rescales its input (it is inactive, or its skip connection dominates).
+    if Z is 0. ``mask`` is True for real tokens; by default all tokens are real.
+    Range: [0, 1]; 0 if the block only rescales its input (is inactive, or its skip connection dominates).
     Independent of scale and sign of Y and Z. NaN if a state is not finite or no token is real.
     Cost: O(T D) time per sequence.
     Numerics: Z − cY is computed and summed, because 1 − cos² would lose all digits of results below 1e-8.
@@ -191,8 +191,8 @@ def coding_rate(
     the number of directions. NaN for a sequence without a real token, or if a real token is not finite.
     Cost: a dense decomposition, O(T D min(T, D)) time.
     Numerics: the SVD and log1p are used, because a Cholesky factor loses small directions and fails if
-    σ_1² D/(n ε²) is near 1e16. Rounding turns σ = 0 into about 1e-16·σ_1. If that exceeds ε (large tokens
-    that do not fill all directions), float64 cannot resolve the rate, and an error is raised.
+    σ_1² D/(n ε²) is near 1e16. Rounding turns σ = 0 into about 1e-16·σ_1. If this error exceeds ε, because
+    large tokens do not fill all directions, float64 cannot resolve the rate, and an error is raised.
     Source: Yu et al., "Learning Diverse and Discriminative Representations via the Principle of Maximal
     Coding Rate Reduction", NeurIPS 2020, Section 2. The published code calls ε² ``eps``.
 
@@ -217,7 +217,7 @@ def coding_rate(
     sigma, scale = map_parts(states, "`coding_rate`", scaled_svd)
     units = scale[:, None], ((states.shape[-1] / count).sqrt() / eps)[:, None]
     rate = _log1p_product(sigma.square(), *units).sum(-1) / 2
-    off = 4 * max(states.shape[1:]) * EPS * sigma[:, :1]  # error bound of σ from a backward stable SVD
+    off = 4 * max(states.shape[1:]) * EPS * sigma[:, :1]  # bound on the error of σ for a backward stable SVD
     far, near = (
         _log1p_product(x.square(), *units).sum(-1) / 2 for x in (sigma + off, (sigma - off).clamp(min=0))
     )
@@ -244,7 +244,7 @@ def variational_rate(
     Formula: ½ (n_h/n) Σ_k log(1 + m_hk) for head h, where m_hk = Σ_t Π_th w_thk² / n_h is the mean square of
     feature k, n_h = Σ_t Π_th and n = Σ_h n_h. The sum over heads is R_c^var. A TSSA (token statistics
     self-attention) layer is derived as a gradient step on R_c^var.
-    Range: [0, ∞) nats; low if the tokens of each group use few axes of its head. The rate grows with the
+    Range: [0, ∞) nats; low if the tokens of a group use few features of its head. The rate grows with the
     scale of w. NaN if a number is not finite, or no token is real.
     Cost: O(T K) time per head.
     Source: Wu et al., "Token Statistics Transformer", the variational form of the rate reduction objective,
@@ -252,7 +252,7 @@ def variational_rate(
 
     Args:
         projection: w, the tokens projected to the K-dimensional subspace of each head.
-        membership: Π ≥ 0, soft assignment of each token to the group of each head; sums to 1 over the heads.
+        membership: Π ≥ 0, share of each token in the group of each head; the shares sum to 1 over the heads.
         mask: True for real tokens, False for padding; by default all tokens are real.
 
     Raises:

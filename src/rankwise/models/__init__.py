@@ -54,11 +54,11 @@ ADAPTED = {
     "IA3_TARGET": ["mixer.in_proj", "k_proj", "v_proj", "mlp.out_proj"],
     "IA3_FEEDFORWARD": ["mlp.out_proj"],
 }
-"""Modules that an adapter of peft changes by default; other adapters change projections that mixers read."""
+"""Modules that these adapters of peft change by default. All other adapters change mixer projections."""
 
 
 def _register_adapters() -> None:
-    """Add ToST models to the lists of default targets of peft, if it is installed and can be imported."""
+    """Add ToST models to the lists of default targets of peft, if peft can be imported."""
     try:
         constants = import_module("peft.utils.constants")
     except Exception:  # a peft that is broken, or older than transformers, may raise any error

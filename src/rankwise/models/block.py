@@ -61,7 +61,7 @@ class FeedForward(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:
-        """Return the output of the feed-forward part, which the block adds to the residual stream."""
+        """Return the output of the feed-forward part, which the block adds to its input."""
         return self.dropout(self.out_proj(self.act(self.in_proj(x))))
 
 
@@ -90,8 +90,8 @@ class Block(GradientCheckpointingLayer):
         for sublayer in (self.mixer, self.mlp):
             last = getattr(sublayer, "out_proj", None)
             if isinstance(last, nn.Linear):
-                # `_init_weights` sees only single modules, so the last layer of each part is marked: it gets
-                # smaller initial weights.
+                # The last layer of each part gets smaller initial weights. It is marked, because
+                # `_init_weights` sees only single modules.
                 last.ends_branch = True  # type: ignore[assignment]
 
     def forward(

@@ -46,10 +46,10 @@ class ToSTForSequenceClassification(ToSTPreTrainedModel):
     ) -> SequenceClassifierOutput:
         """Return logits per sequence, (B, num_labels), and a loss if labels are passed.
 
-        Arguments that are not listed are as for `ToSTModel`.
+        All other arguments have the same meaning as for `ToSTModel`.
 
         Args:
-            attention_mask: as for `ToSTModel`; padding may be on either side. Without a mask, only
+            attention_mask: 1 (or true) for real tokens; padding may be on either side. Without a mask, only
                 ``pad_token_id`` at the right end of ``input_ids`` counts as padding.
             labels: class indices, or target values if ``problem_type`` is regression.
             **kwargs: arguments of the loss, and arguments of `ToSTModel`.
@@ -80,12 +80,12 @@ def _mask_without_end(input_ids: Int[Tensor, "B T"], pad: int) -> Bool[Tensor, "
 
 
 def _last(tokens: Float[Tensor, "B T D"], real: Bool[Tensor, "B T"]) -> Float[Tensor, "B D"]:
-    """Return the state of each sequence's last real token, or of its first token if no token is real."""
+    """Return the state of the last real token of each sequence; of the first token if no token is real."""
     places = torch.arange(tokens.shape[1], device=tokens.device) * real
     return tokens[torch.arange(len(tokens), device=tokens.device), places.argmax(1)]
 
 
 def _mean(tokens: Float[Tensor, "B T D"], real: Bool[Tensor, "B T"]) -> Float[Tensor, "B D"]:
-    """Return the mean state of each sequence's real tokens, or zeros if no token is real."""
+    """Return the mean state of the real tokens of each sequence; zeros if no token is real."""
     summed = tokens.masked_fill(~real[..., None], 0.0).sum(1)
     return summed / real.sum(1, keepdim=True).clamp(min=1)

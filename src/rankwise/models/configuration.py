@@ -55,30 +55,31 @@ class ToSTConfig(PreTrainedConfig):
         mixer_options: additional arguments of mixers, by mixer name.
         causal: True if each token reads only itself and earlier tokens.
         half_life: number of tokens after which a token counts half in the sums of causal TSSA, for all heads
-            or per head; None for a head (or all heads, by default) without decay, as in the released models.
+            or per head. None means no decay, as in the released models; by default, no head decays.
             `rankwise.ops.half_lives` returns half-lives on a logarithmic scale.
-        position_bias: True for a learned bias per position in causal TSSA, as in the released models. By
-            default True if ``causal``, unless sums decay.
-        position_embeddings: ``learned``, or ``none``, which sets no limit on the length.
+        position_bias: True for a learned bias per position in causal TSSA, as in the released models. The
+            default is True if ``causal`` and no half-life is passed.
+        position_embeddings: ``learned``, or ``none``, with which embeddings do not limit the length.
         norm: ``layer``, ``rms`` or ``none``.
         norm_position: ``pre`` (norm before the mixer or feed-forward part) or ``post`` (norm after its skip).
         norm_eps: constant ε that norms add to the variance.
         use_bias: True for biases in linear layers and norms.
-        layer_scale: initial value of the learned `LayerScale` factors of each block; None for no scale.
+        layer_scale: initial value of the learned `LayerScale` factors of each block; None for no factors.
         skip: λ of the skip connection λ x around the mixer: ``fixed``, ``learned`` per layer, learned per
             ``channel`` and layer, or learned and ``shared`` by all layers; ``none`` for no skip connection.
         skip_init: value of a fixed λ, or initial value of a learned λ.
         gate: True to multiply the mixer's output by SiLU of a linear map of the mixer's input.
         dropout: dropout rate after the embeddings, each mixer and each feed-forward part.
         initializer_range: standard deviation of initial weights.
-        use_cache: True to return the decoding state in evaluation mode.
+        use_cache: True to return the decoding cache in evaluation mode.
         pooling: vector that a sequence classifier reads: ``last`` (state of the last real token) or ``mean``
             (mean over real tokens); ``last`` by default if ``causal``, else ``mean``.
         image_size: side of an image in pixels, for image classifiers.
         patch_size: side of an image patch in pixels: 2, 4, 8 or 16.
         num_channels: number of color channels.
         class_attention_layers: number of layers after the blocks in which only the class token attends.
-        tokens_norm: True if class-attention layers normalize all tokens, as released, else the class token.
+        tokens_norm: True if class-attention layers normalize all tokens, as released; False if only the class
+            token.
         pad_token_id: token that pads short sequences.
         bos_token_id: token at the beginning of a text.
         eos_token_id: token at the end of a text.
@@ -185,7 +186,7 @@ class ToSTConfig(PreTrainedConfig):
         self.validate()
 
     def validate(self) -> None:
-        """Raise InputError if a value is invalid or unknown; transformers also calls this before saving."""
+        """Raise InputError if a value is invalid or unknown; transformers calls this method before saving."""
         for name in POSITIVE:
             whole_number(f"ToSTConfig `{name}`", getattr(self, name))
         for name in FLAGS:
@@ -219,7 +220,7 @@ class ToSTConfig(PreTrainedConfig):
 
 
 def _check_keywords(others: dict[str, Any]) -> None:
-    """Raise InputError if an unknown argument resembles a field (a typo); accept fields of transformers."""
+    """Raise InputError if an unknown argument resembles a field, which is probably a typo."""
     fields = [name for name in inspect.signature(ToSTConfig).parameters if name != "kwargs"]
     for name in others:
         similar = [] if hasattr(PreTrainedConfig, name) else get_close_matches(name, fields, n=1, cutoff=0.85)

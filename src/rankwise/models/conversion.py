@@ -41,7 +41,8 @@ def load_released_tost(
     `argparse.Namespace` (the command line in vision checkpoints) are unpickled.
 
     Args:
-        tokens_norm: field of `ToSTConfig` for vision models, which weight shapes do not determine.
+        path: checkpoint file.
+        tokens_norm: field of `ToSTConfig` for vision models, because weight shapes do not determine it.
 
     Raises:
         InputError: if the file cannot be read, lacks weights, has wrong shapes or is of another model.
@@ -63,9 +64,10 @@ def load_released_tost(
 
 
 def save_model(model: PreTrainedModel, folder: str | Path) -> list[Path]:
-    """Save a model of this package as safetensors and JSON files, all or none; return their paths.
+    """Save a model of this package as safetensors and JSON files, and return the paths of the files.
 
-    Image classifiers also get the settings that `image_processor_config` returns.
+    Either all files are written, or no file is. An image classifier also gets the settings that
+    `image_processor_config` returns.
 
     Raises:
         InputError: if the folder cannot be written to.
@@ -91,7 +93,7 @@ def save_model(model: PreTrainedModel, folder: str | Path) -> list[Path]:
 
 
 def _read(path: Path) -> Any:
-    """Return the content of a checkpoint file; no code in the file is executed."""
+    """Return the content of a checkpoint file, without running code in it; raise if it cannot be read."""
     if not path.is_file():
         got = "a folder" if path.is_dir() else "nothing there"
         raise _unusable(path, "a file", got, "Check the path.")
@@ -108,7 +110,7 @@ def _read(path: Path) -> Any:
 
 
 def weights_of(checkpoint: Any, path: Path) -> dict[str, Tensor]:
-    """Return weights by name, without the prefixes of wrappers; raise if the checkpoint has no weights."""
+    """Return weights by name, without prefixes of wrappers; raise if a weight is invalid or none exists."""
     inner = checkpoint
     if isinstance(checkpoint, Mapping):
         inner = next((checkpoint[key] for key in ("model", "state_dict") if key in checkpoint), checkpoint)
@@ -128,7 +130,7 @@ def weights_of(checkpoint: Any, path: Path) -> dict[str, Tensor]:
 
 
 def _check_weight(name: str, weight: Tensor, path: Path) -> None:
-    """Raise InputError unless a weight is a dense tensor of finite floats, stored completely in the file."""
+    """Raise InputError if a weight is no dense tensor of finite floats or is not complete in the file."""
     counter = name.endswith("num_batches_tracked") and weight.dtype == torch.int64
     dense = weight.layout == torch.strided and weight.device.type == "cpu"
     if not (counter or weight.dtype in FLOATS) or not dense:
@@ -136,7 +138,7 @@ def _check_weight(name: str, weight: Tensor, path: Path) -> None:
     elif not weight.numel() or weight.numel() * weight.element_size() > weight.untyped_storage().nbytes():
         got = f"shape {tuple(weight.shape)} of {weight.untyped_storage().nbytes()} bytes"
     else:
-        wrong = weight.numel() - int(weight.float().isfinite().sum())  # the model is in float32
+        wrong = weight.numel() - int(weight.float().isfinite().sum())  # float64 weights may overflow float32
         if wrong:
             got, fix = f"{wrong} of {weight.numel()} NaN or infinite", "The file is damaged: get it again."
             raise _unusable(path, "finite numbers", got, fix, weight=name)
@@ -146,7 +148,7 @@ def _check_weight(name: str, weight: Tensor, path: Path) -> None:
 
 
 def _read_config(weights: Weights, path: Path, tokens_norm: bool) -> ReleasedModel:
-    """Return the configuration and weight names; raise InputError with the path if they do not fit."""
+    """Return configuration and weight names of a checkpoint; raise if it fits no released model."""
     try:
         if "transformer.wte.weight" in weights:
             return read_language_config(weights)
@@ -164,7 +166,7 @@ def _read_config(weights: Weights, path: Path, tokens_norm: bool) -> ReleasedMod
 
 
 def rename_weights(weights: Weights, released: ReleasedModel, path: Path) -> dict[str, Tensor]:
-    """Return weights under the names of this package; raise if any is missing, unknown or of wrong shape.
+    """Return weights by their names in this package; raise if one is missing, unknown or of wrong shape.
 
     The expected shapes come from a model on the meta device, which takes no memory.
     """
@@ -205,7 +207,7 @@ def _listed(names: Iterable[Any]) -> str:
 
 
 def _plain(name: Any) -> str:
-    """Return a name from a file as text of at most 60 characters, with control characters escaped."""
+    """Return a name as text of at most 60 characters, with control and non-ASCII characters escaped."""
     text = ascii(name)
     return (text[1:-1] if isinstance(name, str) else text)[:60]
 
@@ -224,8 +226,8 @@ def _unusable(path: Path, expected: str, got: str, fix: str, *, weight: str = ""
 def image_processor_config(config: ToSTConfig) -> dict[str, Any]:
     """Return the content of ``preprocessor_config.json``: resize, center crop, ImageNet mean and deviation.
 
-    Released checkpoints do not store how images were preprocessed. These settings are the evaluation
-    settings of the DeiT code, on which the released code is based, for the ``image_size`` of a configuration.
+    Released checkpoints do not store how images were preprocessed. The returned settings are the evaluation
+    settings of DeiT, on which the released code is based, for the ``image_size`` of the configuration.
 
     Examples:
         >>> settings = image_processor_config(ToSTConfig(image_size=224))

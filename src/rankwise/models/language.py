@@ -59,7 +59,8 @@ class ToSTModel(ToSTPreTrainedModel):
 
         Args:
             input_ids: token ids of this call, (B, T).
-            attention_mask: 1 (or true) for real tokens, for this call's tokens or for all tokens so far.
+            attention_mask: 1 (or true) for real tokens; one value per token of this call, or per token
+                so far.
             position_ids: positions from 0, counting either all tokens or, by default, only real tokens.
             past_key_values: cache returned by an earlier call.
             inputs_embeds: embeddings to use instead of ``input_ids``.
@@ -68,7 +69,7 @@ class ToSTModel(ToSTPreTrainedModel):
             **kwargs: arguments that transformers passes to every model; only ``return_dict`` has an effect.
 
         Raises:
-            InputError: if mask or positions are invalid, a text is too long, or an argument is unknown.
+            InputError: if a mask or a position is invalid, a text is too long, or an argument is unknown.
         """
         self._loss_options(kwargs)
         if (input_ids is None) == (inputs_embeds is None):
@@ -97,7 +98,7 @@ class ToSTModel(ToSTPreTrainedModel):
         )
 
     def _cache(self, past: MixerCache | None, use_cache: bool | None) -> MixerCache | None:
-        """Return the cache for this call, or None; raise InputError if ``past`` does not fit the model."""
+        """Return the cache for this call, None if none is used; raise if ``past`` does not fit the model."""
         if past is not None and not self.config.causal:
             raise InputError(
                 "`past_key_values`",
@@ -124,7 +125,7 @@ class ToSTModel(ToSTPreTrainedModel):
     def _with_positions(
         self, x: Tensor, mask: Tensor | None, position_ids: Tensor | None, cache: MixerCache | None
     ) -> Tensor:
-        """Return x plus learned position embeddings, if any; raise if positions are invalid or too large."""
+        """Return x, plus learned position embeddings if any; raise if positions are invalid or too large."""
         biased = self.config.position_bias and "tssa" in self.config.layer_types
         bounded = self.embed_positions is not None or biased
         if not bounded and position_ids is None:
@@ -135,7 +136,7 @@ class ToSTModel(ToSTPreTrainedModel):
         )
         if before is not None:
             counted = before[:, None] + counted
-        counted = counted.clamp(min=0).expand(x.shape[:2])  # left padding would have the position −1
+        counted = counted.clamp(min=0).expand(x.shape[:2])  # clamped, because left padding counts as −1
         if position_ids is not None:
             _check_positions(position_ids, counted, mask, length)
         if bounded:
@@ -159,7 +160,10 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
 
     def _get_name(self) -> str:
-        """Return the name by which `Trainer` knows that labels are shifted, for subclasses and FSDP2, too."""
+        """Return the name of this class, by which `Trainer` knows that labels are shifted.
+
+        Subclasses and the classes that FSDP2 creates need the same name.
+        """
         return ToSTForCausalLM.__name__
 
     def __init__(self, config: ToSTConfig) -> None:
@@ -178,7 +182,7 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
         return False
 
     def _prepare_cache_for_generation(self, generation_config: GenerationConfig, *others: Any) -> None:
-        """Raise InputError if generation requests a cache class of transformers, which would be ignored."""
+        """Raise InputError if a cache class of transformers is requested, because it would be ignored."""
         if generation_config.cache_implementation not in (None, "dynamic"):
             raise InputError(
                 "`cache_implementation`",
@@ -204,7 +208,7 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast:
         """Return logits of the next token, (B, T, vocab_size), and a loss if labels are passed.
 
-        Arguments that are not listed are as for `ToSTModel`.
+        All other arguments have the same meaning as for `ToSTModel`.
 
         Args:
             labels: the same tokens as ``input_ids``, because the loss shifts them; −100 excludes a token.
@@ -232,7 +236,7 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
 
 
 def _mask_of_call(attention_mask: Tensor | None, x: Tensor, before: int) -> Bool[Tensor, "B T"] | None:
-    """Return the mask of this call's tokens, or None if all tokens are real; the model is faster then."""
+    """Return the mask of this call's tokens; None if all are real, because the model is then faster."""
     if attention_mask is None:
         return None
     rows, tokens = x.shape[:2]

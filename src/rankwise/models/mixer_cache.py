@@ -1,4 +1,4 @@
-"""Decoding cache of a language model: the state of the mixer in each layer."""
+"""Decoding cache of a language model: the decoding state of the mixer of each layer."""
 
 import copy
 from collections.abc import Callable
@@ -17,7 +17,7 @@ class MixerCache(Cache):
     """Decoding cache with the state of each layer's mixer, compatible with the class `Cache` of transformers.
 
     States of softmax layers grow with the number of tokens; states of all other mixers have constant size.
-    Tensors are never modified in place, so a shallow copy of the list of states is an independent cache.
+    Tensors are never modified in place, so a shallow copy of the list `states` is an independent copy.
     """
 
     def __init__(self, layers: int) -> None:
@@ -26,10 +26,10 @@ class MixerCache(Cache):
         self.length = 0
         """Number of tokens so far, including padding."""
         self.counts: Tensor | None = None
-        """Number of real tokens so far, per sequence; None before the first call."""
+        """Number of real tokens so far, per sequence. None if no call was made yet."""
 
     def advance(self, mask: Bool[Tensor, "B T"] | None, rows: int, tokens: int, device: torch.device) -> None:
-        """Add the tokens of a call to `length` and `counts`, the numbers of tokens so far."""
+        """Add the tokens of a call to `length`, and its real tokens to `counts`."""
         new = mask.sum(1) if mask is not None else torch.full((rows,), tokens, device=device)
         self.counts = new if self.counts is None else self.counts + new
         self.length += tokens
@@ -54,7 +54,7 @@ class MixerCache(Cache):
 
     @property
     def is_croppable(self) -> bool:
-        """False, because a state sums over tokens, and a token cannot be removed from the sum."""
+        """False, because a token cannot be removed from a state that is a sum over tokens."""
         return False
 
     @property
@@ -86,7 +86,7 @@ class MixerCache(Cache):
         self.length, self.counts = 0, None
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Raise InputError, because a state sums over tokens, and a token cannot be removed from the sum."""
+        """Raise InputError, because a token cannot be removed from a state that is a sum over tokens."""
         raise InputError(
             "`MixerCache.crop`",
             expected="no removal of tokens",

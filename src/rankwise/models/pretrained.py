@@ -21,7 +21,7 @@ MEAN_LOSSES = ("regression", "multi_label_classification")
 """Problem types for which the loss function of transformers ignores ``num_items_in_batch``."""
 
 IGNORED = ("output_attentions", "cache_position", "token_type_ids", "use_cache")
-"""Arguments that tokenizers, `generate` and wrappers pass to every model, and that have no effect here."""
+"""Arguments that tokenizers, `generate` and wrappers pass to every model, and that these models ignore."""
 
 PACKED = "The mixers do not read where packed texts end, and would mix them: give each a row, and a mask."
 PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
@@ -46,7 +46,8 @@ class ToSTPreTrainedModel(PreTrainedModel):
     def from_pretrained(cls, name: Any, *args: Any, output_loading_info: bool = False, **options: Any) -> Any:
         """Load a model as transformers does; raise InputError if its files lack weights.
 
-        The weights of a head may be missing, and weights that a configuration other than the saved one adds.
+        Weights of a head may be missing. Weights may also be missing if only a changed configuration, and not
+        the saved configuration, needs them.
         """
         model, loading = super().from_pretrained(name, *args, output_loading_info=True, **options)
         prefix = f"{cls.base_model_prefix}." if hasattr(model, cls.base_model_prefix) else ""
@@ -67,7 +68,7 @@ class ToSTPreTrainedModel(PreTrainedModel):
         return (model, loading) if output_loading_info else model
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Initialize a module as in GPT-2; modules of this package initialize themselves."""
+        """Initialize a module as in GPT-2, or by the module's `reset_parameters` if it is of this package."""
         super()._init_weights(module)
         if isinstance(module, nn.RMSNorm):
             init.ones_(module.weight)
@@ -79,12 +80,12 @@ class ToSTPreTrainedModel(PreTrainedModel):
             reset()
 
     def post_init(self) -> None:
-        """Declare a shared λ as tied weights, so that it is saved once; then initialize the model."""
+        """Declare a shared λ as tied weights, so that λ is saved once; then initialize the model."""
         self._tied_weights_keys = {**(self._tied_weights_keys or {}), **self._shared_skips()}
         super().post_init()
 
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
-        """Return tied weights as {name: source name}; a shared λ is tied even if embeddings are not."""
+        """Return tied weights as {name: source name}, with a shared λ even if embeddings are not tied."""
         return {**super().get_expanded_tied_weights_keys(all_submodels), **self._shared_skips()}
 
     def tie_weights(self, *args: Any, **kwargs: Any) -> None:
@@ -124,10 +125,11 @@ class ToSTPreTrainedModel(PreTrainedModel):
         return {name: value for name, value in options.items() if name in LOSS}
 
     def _classification_loss(self, labels: Tensor, logits: Tensor, options: dict[str, Any]) -> Tensor:
-        """Return the loss of a classifier, divided by ``num_items_in_batch`` if passed.
+        """Return the loss of a classifier, divided by ``num_items_in_batch`` if this option is passed.
 
-        The loss functions of transformers do so for single labels only. For target values and several labels
-        they return a mean, which `Trainer` adds up over the batches whose gradients it accumulates.
+        The loss functions of transformers divide by this number for single labels only. For target values and
+        several labels, they return a mean. `Trainer` adds up the losses of batches whose gradients it
+        accumulates, so a mean of each batch would be wrong.
         """
         loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config, **options)
         items, by_labels = options.get("num_items_in_batch"), self.config.problem_type in MEAN_LOSSES

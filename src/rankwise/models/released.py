@@ -23,7 +23,7 @@ VISION: dict[str, tuple[int, int, int]] = {
     "tost-m24": (24, 512, 8),
     "tost-l24": (24, 768, 16),
 }
-"""Layers, model width and heads of released vision models; each exists with 16×16 and 8×8 patches."""
+"""Number of layers, model width and number of heads of vision models, each with 16×16 and 8×8 patches."""
 
 PRESETS = (*LANGUAGE, *(f"{name}-p{patch}" for name in VISION for patch in (16, 8)))
 """All names that `preset` accepts."""
@@ -51,12 +51,12 @@ LANGUAGE_BLOCK = {
     "ln_1": "mixer_norm", "attn.c_attn": "mixer.in_proj", "attn.c_proj": "mixer.out_proj",
     "ln_2": "mlp_norm", "mlp.c_fc": "mlp.in_proj", "mlp.c_proj": "mlp.out_proj",
 }  # fmt: skip
-"""Released name and own name of each module of a block; each module has a weight and a bias."""
+"""Name in this package of each module of a block, by released name; a module has a weight and a bias."""
 LANGUAGE_SINGLES = {
     "gamma1": "mixer_scale.weight", "gamma2": "mlp_scale.weight",
     "attn.temp": "mixer.temperature", "attn.denom_bias": "mixer.position_bias",
 }  # fmt: skip
-"""Released name and own name of each further parameter in a block."""
+"""Name in this package of each other parameter of a block, by released name."""
 VISION_BLOCK = {
     "norm1": "mixer_norm", "attn.qkv": "mixer.in_proj", "attn.to_out.0": "mixer.out_proj",
     "norm2": "mlp_norm", "mlp.fc1": "mlp.in_proj", "mlp.fc2": "mlp.out_proj",
@@ -74,7 +74,7 @@ Weights = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class ReleasedModel:
-    """Kind (language or vision) and configuration of a released checkpoint, and its names of weights."""
+    """Kind (language or vision), configuration and {released weight name: name in this package}."""
 
     kind: str
     config: ToSTConfig
@@ -117,7 +117,7 @@ def vision_layer_scale(layers: int) -> float:
 
 
 def read_language_config(weights: Weights) -> ReleasedModel:
-    """Infer the configuration of a language model from weight shapes; raise KeyError if one is missing."""
+    """Return a language model's configuration, inferred from weight shapes; raise if a weight is missing."""
     layers = count(weights, r"transformer\.h\.(\d+)\.")
     vocabulary, width = sizes(weights, "transformer.wte.weight", 2)
     config = ToSTConfig(
@@ -145,7 +145,7 @@ def read_language_config(weights: Weights) -> ReleasedModel:
 
 
 def read_vision_config(weights: Weights, tokens_norm: bool) -> ReleasedModel:
-    """Infer the configuration of a vision model from weight shapes; raise KeyError if a weight is missing."""
+    """Return a vision model's configuration, inferred from weight shapes; raise if a weight is missing."""
     layers = count(weights, r"blocks\.(\d+)\.")
     class_layers = count(weights, r"cls_attn_blocks\.(\d+)\.")
     halvings = count(weights, r"patch_embed\.proj\.(\d+)\.0\.weight")
@@ -184,14 +184,14 @@ def read_vision_config(weights: Weights, tokens_norm: bool) -> ReleasedModel:
 
 
 def drop_unit_axes(released: str, weight: Tensor) -> Tensor:
-    """Drop the last axis of temperatures (H, 1) and position biases (H, P, 1); keep other weights."""
+    """Return a weight; temperatures (H, 1) and position biases (H, P, 1) lose the last axis."""
     if released.endswith((".attn.temp", ".attn.denom_bias")) and weight.shape[-1:] == (1,):
         return weight[..., 0]
     return weight
 
 
 def with_endings(modules: Mapping[str, str], endings: Iterable[str] = ("weight", "bias")) -> dict[str, str]:
-    """Return {released weight name: name here} for the given parameters (endings) of each module."""
+    """Return {released weight name: name in this package} for the parameters (endings) of each module."""
     return {f"{name}.{end}": f"{new}.{end}" for name, new in modules.items() for end in endings}
 
 
@@ -204,7 +204,7 @@ def in_layers(
     endings: Iterable[str] = ("weight", "bias"),
     first: int = 0,
 ) -> dict[str, str]:
-    """Return {released weight name: name here} for all layers; here, layers are counted from ``first`` on."""
+    """Return {released weight name: name in this package} of layers; ``first`` is added to layer numbers."""
     block = {**singles, **with_endings(modules, endings)}
     return {
         f"{theirs}.{layer}.{name}": f"{ours}.{first + layer}.{new}"
@@ -214,12 +214,12 @@ def in_layers(
 
 
 def count(names: Iterable[str], pattern: str) -> int:
-    """Return the number of layers, from the different indices that ``pattern`` matches in weight names."""
+    """Return the number of different layer indices that ``pattern`` matches in weight names."""
     return len({match[1] for name in names if (match := re.match(pattern, name))})
 
 
 def sizes(weights: Weights, name: str, axes: int) -> tuple[int, ...]:
-    """Return the shape of a weight; raise KeyError if missing, InputError unless it has ``axes`` axes."""
+    """Return the shape of a weight; raise if the weight is missing or has a wrong number of axes."""
     shape = tuple(weights[name].shape)
     if len(shape) != axes:
         raise InputError(f"weight {name}", expected=f"{axes} axes", got=f"shape {shape}", fix="Get it again.")

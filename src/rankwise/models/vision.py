@@ -22,7 +22,8 @@ from rankwise.models.pretrained import ToSTPreTrainedModel
 class PatchEmbedding(nn.Module):
     """Patch embedding by 3×3 convolutions with stride 2, until each patch is one vector of D channels.
 
-    Each convolution doubles the channels and is followed by a batch norm; GELU is between convolutions.
+    Each convolution after the first doubles the channels. Each is followed by a batch norm, and GELU is
+    applied before the next convolution.
     Source: El-Nouby et al., "XCiT: Cross-Covariance Image Transformers", NeurIPS 2021.
     """
 
@@ -44,7 +45,7 @@ class PatchEmbedding(nn.Module):
         self.norms = nn.ModuleList(nn.BatchNorm2d(width) for width in widths[1:])
 
     def forward(self, pixel_values: Float[Tensor, "B C Y X"]) -> Float[Tensor, "B D Y2 X2"]:
-        """Return patch tokens on a grid, (B, D, Y2, X2); raise unless the patch size divides Y and X."""
+        """Return patch tokens on a grid, (B, D, Y2, X2); raise if the patch size does not divide Y and X."""
         _, channels, height, width = pixel_values.shape
         if height % self.patch_size or width % self.patch_size or channels != self.num_channels:
             raise InputError(
@@ -67,7 +68,7 @@ class FourierPositions(nn.Module):
 
     Args:
         hidden_size: D, the model width.
-        frequencies: number of sines and cosines per axis (rows, columns).
+        frequencies: total number of sines and cosines per axis (rows, columns).
         temperature: approximate ratio of the highest to the lowest frequency.
     """
 
@@ -107,7 +108,7 @@ class ClassAttention(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B 1 D"]:
-        """Return the attention output for the class token, before its skip connection."""
+        """Return the attention output for the class token, without the skip connection."""
         query, key, value = self.qkv_proj(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(query[:, :, :1], key, value)
         return self.dropout(self.out_proj(mixed.transpose(1, 2).flatten(2)))
@@ -118,11 +119,11 @@ class ClassAttentionBlock(GradientCheckpointingLayer):
 
     Two peculiarities of the released code are kept, because trained weights depend on them:
 
-    - Patches change too: a patch p becomes ``p + γ₁ norm₁(p)``, because the normalized patch takes the place
-      of its attention output.
+    - Patches change too: a patch p becomes ``p + γ₁ norm₁(p)``, because the normalized patch is used as its
+      attention output.
     - The skip connection of the feed-forward part starts after norm₂. The class token c becomes
-      ``n + γ₂ mlp(n)`` with ``n = norm₂(c)``. With ``tokens_norm``, a patch p becomes ``2 norm₂(p)``;
-      without, it becomes ``2 p``. The next norm removes the factor 2, up to its constant ε.
+      ``n + γ₂ mlp(n)`` with ``n = norm₂(c)``. With ``tokens_norm``, a patch p becomes ``2 norm₂(p)``,
+      otherwise ``2 p``. The next norm removes the factor 2, except for the effect of ε.
     """
 
     def __init__(self, config: ToSTConfig) -> None:
@@ -197,10 +198,10 @@ class ToSTForImageClassification(ToSTPreTrainedModel):
 
         Args:
             pixel_values: images whose sides are multiples of the patch size.
-            labels: class indices, or target values if ``problem_type`` says so.
+            labels: class indices, or target values if ``problem_type`` is regression.
             output_hidden_states: True to also return the input of each block and the output of the last norm;
-                from the class-attention layers on, the class token is first.
-            **kwargs: arguments of the loss, and arguments that transformers passes to every model.
+                from the first class-attention layer on, the class token is first.
+            **kwargs: arguments of the loss, and ignored arguments that transformers passes to every model.
 
         Raises:
             InputError: if the patch size does not divide the image sides, or an argument is unknown.

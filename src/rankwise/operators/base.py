@@ -18,8 +18,8 @@ _Kind = TypeVar("_Kind", bound="MixingOperator")
 _Composed = TypeVar("_Composed", bound="ComposedMixing")
 
 ROW_BLOCK = 512
-"""Number of rows that are computed at once in a pass over all rows; 512 rows of 32,768 float32 numbers take
-64 MiB per head."""
+"""Number of rows that a pass over all rows computes at once, to limit memory: 512 rows of 32,768 float32
+numbers take 64 MiB per head."""
 
 
 class MixingOperator(ABC):
@@ -33,17 +33,17 @@ class MixingOperator(ABC):
     """Name of the kind of operator in records and reports, such as "softmax"."""
     held: ClassVar[tuple[str, ...]] = ()
     """Names of the operator's tensors; each name is both an attribute and a constructor argument. The leading
-    axes of these tensors are sequences and heads. Their widest dtype is the operator's dtype."""
+    axes of these tensors are sequences and heads. The widest dtype of the tensors is the operator's dtype."""
     masks: ClassVar[tuple[str, ...]] = ()
     """Names of the operator's masks; each name is both an attribute and a constructor argument. The leading
-    axes of a mask may have size 1 (they are broadcast)."""
+    axes of a mask may have size 1, which is broadcast."""
     options: ClassVar[tuple[str, ...]] = ()
     """Names of all other constructor arguments, which are not tensors."""
     may_hide_columns: bool = True
     """True if a mask may hide a column from all rows, as a padding mask does.
 
-    If True, callers search the support for such columns. Kinds of operators without a mask, or with only a
-    causal mask, set this attribute to False."""
+    If True, callers search the support for hidden columns. Kinds of operators without a mask, or with only
+    a causal mask, set this attribute to False."""
 
     @property
     @abstractmethod
@@ -109,7 +109,7 @@ class MixingOperator(ABC):
         return operator.rows(0, self.shape[-2])
 
     def __matmul__(self, values: Float[Tensor, "... S V"]) -> Float[Tensor, "... T V"]:
-        """Return M V for values V; by default, M is computed one block of rows at a time: O(T S V) time."""
+        """Return M V for values V; the default computes one block of rows at a time, in O(T S V) time."""
         self._check(values)
         tokens = self.shape[-2]
         blocks = [
@@ -124,7 +124,7 @@ class MixingOperator(ABC):
         return TransposedMixing(self)
 
     def apply_transposed(self, values: Float[Tensor, "... T V"]) -> Float[Tensor, "... S V"]:
-        """Return Mᵀ U for values U; by default, M is computed one block of rows at a time: O(T S V) time."""
+        """Return Mᵀ U for values U; the default computes one block of rows at a time, in O(T S V) time."""
         self._check(values, transposed=True)
         tokens, out = self.shape[-2], None
         for start in range(0, tokens, ROW_BLOCK):
@@ -154,7 +154,7 @@ class MixingOperator(ABC):
             )
 
     def _accepts(self, leading: torch.Size) -> bool:
-        """Return True if the leading axes of values broadcast with the leading axes of the operator."""
+        """Return True if leading axes of values broadcast with the leading axes of the operator."""
         pairs = zip(reversed(leading), reversed(self.shape[:-2]), strict=False)
         return all(have == wanted or 1 in (have, wanted) for have, wanted in pairs)
 
@@ -259,7 +259,7 @@ def compute_dtype(*dtypes: torch.dtype) -> torch.dtype:
 
 
 def index_leading(tensor: Tensor, index: Index, leading: torch.Size) -> Tensor:
-    """Expand the leading axes of a tensor to the sizes ``leading``, and index only these axes."""
+    """Return a tensor whose leading axes are expanded to the sizes ``leading`` and indexed."""
     axes = tensor.shape[len(leading) :]
     picks = index if isinstance(index, tuple) else (index,)
     picks = picks if any(pick is Ellipsis for pick in picks) else (*picks, ...)
@@ -267,7 +267,10 @@ def index_leading(tensor: Tensor, index: Index, leading: torch.Size) -> Tensor:
 
 
 def check_mask(mask: Tensor, shape: torch.Size, subject: str) -> Tensor:
-    """Add leading axes of size 1 to a mask until it has as many as ``shape``; raise if it does not fit."""
+    """Return a mask with leading axes of size 1 added, so that it has as many axes as ``shape``.
+
+    Raise ShapeError if the mask does not broadcast to ``shape``.
+    """
     if mask.ndim > len(shape) or any(
         have not in (1, wanted) for have, wanted in zip(reversed(mask.shape), reversed(shape), strict=False)
     ):

@@ -1,4 +1,4 @@
-"""Random sample of the channels (heads) of an operator (mixing matrix) that has too many to measure all."""
+"""Random sample of the heads (channels) of an operator, for operators with too many heads to measure all."""
 
 import torch
 from jaxtyping import Int64
@@ -13,14 +13,14 @@ def sample_channels(operator: MixingOperator, count: int = 16, seed: int = 0) ->
 
     The heads are divided into ``count`` ranges whose lengths differ by at most 1, and one head is drawn from
     each range. So the sample is spread evenly over the heads, and all heads have almost the same probability.
-    The same seed returns the same heads on every device. All heads are returned if the operator has at most
-    ``count``.
+    The same seed returns the same heads on every device. If the operator has at most ``count`` heads, all
+    heads are returned.
 
     Cost: O(count); no part of the operator is computed.
 
     Raises:
         InputError: if ``count`` is less than 1.
-        ShapeError: if the operator has no head axis: a shape (..., H, T, S).
+        ShapeError: if the operator has no head axis, that is fewer than three axes.
 
     Examples:
         >>> import torch

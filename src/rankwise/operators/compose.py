@@ -1,4 +1,4 @@
-"""Operators (mixing matrices) composed of other operators: products, sums, selected rows and columns."""
+"""Operators (mixing matrices) made of other operators: products, sums, and selected rows and columns."""
 
 from abc import abstractmethod
 from collections.abc import Callable
@@ -73,7 +73,7 @@ class ProductMixing(_SeveralMixing):
         return torch.Size([*self.parts[0].shape[:-1], self.parts[-1].shape[-1]])
 
     def rows(self, start: int, stop: int) -> Float[Tensor, "*batch R S"]:
-        """Return rows of M: rows of the first part, multiplied by each further part in turn."""
+        """Return rows of M: rows of the first part, multiplied by all further parts in order."""
         rows = self.parts[0].rows(start, stop).mT
         for operator in self.parts[1:]:
             rows = operator.apply_transposed(rows)
@@ -142,12 +142,12 @@ class SumMixing(_SeveralMixing):
 
 
 class IndexedMixing(ComposedMixing):
-    """Rows and columns of an operator M where masks are True, ``M[rows][:, columns]``, such as no padding.
+    """Part ``M[rows][:, columns]`` of an operator M, where masks are True, for example M without padding.
 
     Products cost as much as products with the whole M, because values are padded with zeros.
 
     Raises:
-        ShapeError: if rows or columns do not have the sizes of M, or no row or column is kept.
+        ShapeError: if the masks do not have the sizes of M, or keep no row or no column.
 
     Examples:
         >>> import torch
@@ -194,7 +194,7 @@ class IndexedMixing(ComposedMixing):
         return (self.operator @ whole)[..., self._rows, :]
 
     def apply_transposed(self, values: Float[Tensor, "... T V"]) -> Float[Tensor, "... S V"]:
-        """Return the entries of Mᵀ U at the kept columns of M; U is padded with zeros at the dropped rows."""
+        """Return rows of Mᵀ U for the kept columns of M; U is padded with zeros at the dropped rows."""
         self._check(values, transposed=True)
         whole = _pad_with_zeros(values, self._rows, self.operator.shape[-2])
         return self.operator.apply_transposed(whole)[..., self._columns, :]

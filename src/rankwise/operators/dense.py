@@ -14,8 +14,8 @@ class DenseMixing(MixingOperator):
     Args:
         matrix: M, (..., T, S) with any leading axes.
         allowed: True at the entries that the mask allows to be non-zero, broadcastable to the matrix; by
-            default the non-zero entries. Pass the mask if it is known: a softmax entry that underflows is 0
-            although it is not masked.
+            default, True at the non-zero entries. Pass a known mask, because a softmax entry that underflows
+            is 0 although it is not masked.
 
     Raises:
         ShapeError: if the matrix has fewer than two axes or no entries, or the mask does not fit it.
@@ -41,7 +41,7 @@ class DenseMixing(MixingOperator):
             )
         self.matrix = matrix
         self.allowed = None if allowed is None else check_mask(allowed, matrix.shape, "allowed entries")
-        self.may_hide_columns = allowed is not None  # zero weights do not prove that a column is masked
+        self.may_hide_columns = allowed is not None  # without a mask, zeros may be underflows
 
     @property
     def shape(self) -> torch.Size:
@@ -61,6 +61,6 @@ class DenseMixing(MixingOperator):
     def __matmul__(self, values: Float[Tensor, "... S V"]) -> Float[Tensor, "... T V"]:
         """Return M V, computed in the wider dtype of M and V."""
         self._check(values)
-        # M may have entries that overflow in the dtype of the values.
+        # Entries of M may overflow in the dtype of the values, so the product uses the wider dtype.
         wide = torch.promote_types(self.dtype, values.dtype)
         return (self.matrix.to(wide) @ values.to(wide)).to(values.dtype)

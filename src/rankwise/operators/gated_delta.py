@@ -12,8 +12,8 @@ from rankwise.operators.base import compute_dtype
 from rankwise.operators.scan import CHUNK, CausalScanMixing, log_weights
 
 CHANNEL_CHUNK = 16
-"""Tokens per chunk if each feature has its own decay. The chunks are small, because the products within a
-chunk then hold CHANNEL_CHUNK² · K numbers."""
+"""Tokens per chunk if each feature has its own decay. The chunk is small, because the products within a chunk
+then take memory for CHANNEL_CHUNK² · K numbers."""
 
 
 class GatedDeltaMixing(CausalScanMixing):
@@ -40,8 +40,8 @@ class GatedDeltaMixing(CausalScanMixing):
         query: q, (..., H, T, K), already multiplied by the scale of the layer.
         key: k, (..., H, T, K).
         beta: β, (..., H, T).
-        log_decay: log a ≤ 0, −inf allowed: (..., H, T), or (..., H, T, K) per feature, or None for a = 1.
-            The decay of the first token has no effect.
+        log_decay: log a in [−inf, 0]: (..., H, T), or (..., H, T, K) for one decay per feature. None means
+            a = 1. The decay of the first token has no effect.
 
     Raises:
         ShapeError: if the shapes of the tensors do not fit together.
@@ -108,7 +108,7 @@ class GatedDeltaMixing(CausalScanMixing):
 
 @dataclass(frozen=True)
 class _Block:
-    """Tensors of a chunk of C tokens. D(t, s): decay from token s to t; D(t): from the last chunk to t."""
+    """Tensors of a chunk of C tokens; D(t, s) is the decay from token s to token t."""
 
     query: Tensor
     key: Tensor
@@ -120,7 +120,7 @@ class _Block:
     """Matrix of the linear system for the updates: β_t k_t · D(t, s) k_s for s < t. The solver takes the
     diagonal as 1 and ignores entries with s > t."""
     reach: Tensor
-    """Decay D(t) from the end of the previous chunk to each token; (..., C, 1 or K)."""
+    """Decay from the end of the previous chunk to each token; (..., C, 1 or K)."""
     tail: Tensor
     """Decay from each token to the last token of the chunk; (..., C, 1 or K)."""
 

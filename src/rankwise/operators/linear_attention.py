@@ -111,7 +111,7 @@ class LinearAttentionMixing(FastMixing):
         return query @ key.sum(-2)[..., None]
 
     def _inverse(self, row_sums: Tensor) -> Tensor:
-        """Return 1/z for z = row sum + ``eps``, or 0 if z = 0; the inner `where` keeps gradients finite."""
+        """Return 1/z for z = row sum + ``eps``, but 0 if z = 0; the inner `where` keeps gradients finite."""
         divisor = row_sums + self.eps
         return torch.where(divisor == 0, 0.0, 1 / torch.where(divisor == 0, 1.0, divisor))
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from rankwise.operators.base import FastMixing, causal_rows
 
 CHUNK = 64
-"""Tokens per chunk: per token, the dense weights of a chunk then cost as much as a state of 64 features."""
+"""Tokens per chunk. Per token, the dense weights of a chunk then cost as much as a state of 64 features."""
 
 
 class CausalScanMixing(FastMixing):
@@ -54,7 +54,7 @@ def scan(
 ) -> Float[Tensor, "*out T V"]:
     """Return Σ_{s ≤ t} (left_t · right_s) (Π_{s < r ≤ t} a_r) values_s for every token t, with decays a_r.
 
-    Within a chunk of tokens the weights are a dense block; a state of F×V numbers is passed between chunks.
+    Within a chunk of tokens, the weights are a dense matrix. A state of F×V numbers is passed between chunks.
 
     Cost: O(T (F V + chunk (F + V))) time and O(T V + chunk² + F V) memory per sequence and head. No decay
     exceeds 1, and nothing is divided by a decay, so nothing overflows.
@@ -64,7 +64,7 @@ def scan(
         right: F features per source s.
         log_decay: log a_r, in [−inf, 0], or None for a = 1. The decay of the first token has no effect.
         values: vectors that are summed, of width V.
-        chunk: tokens per dense block; the choice affects only rounding and time.
+        chunk: tokens per chunk; the choice affects only rounding and time.
 
     Examples:
         >>> import torch
@@ -102,7 +102,7 @@ def scan_transposed(
     values: Float[Tensor, "*values T V"],
     chunk: int = CHUNK,
 ) -> Float[Tensor, "*out T V"]:
-    """Apply the transpose of `scan`: Σ_{t ≥ s} (left_t · right_s) (Π_{s < r ≤ t} a_r) values_t per token s.
+    """Return Σ_{t ≥ s} (left_t · right_s) (Π_{s < r ≤ t} a_r) values_t for every token s, `scan` transposed.
 
     Examples:
         >>> import torch
@@ -118,7 +118,7 @@ def scan_transposed(
 def reversed_decays(decay: Float[Tensor, "*batch T"]) -> Float[Tensor, "*batch T"]:
     """Return the decays for a scan over the tokens in reverse order.
 
-    The decay between tokens r − 1 and r is stored at the token that the scan visits later: r − 1 in reverse
-    order.
+    A scan reads the decay between tokens r − 1 and r at the token that it visits later. In reverse order,
+    this is token r − 1.
     """
     return decay.roll(-1, -1).flip(-1)

@@ -88,7 +88,7 @@ class SelectiveMixing(CausalScanMixing):
 
     def rows(self, start: int, stop: int) -> Float[Tensor, "*batch R S"]:
         """Return rows of M as a sum over N state features: O((stop − start) T N) time per channel."""
-        if stop - start > ROW_BLOCK:  # terms of the sum take several times the memory of the rows
+        if stop - start > ROW_BLOCK:  # in blocks, because terms take several times the memory of rows
             edges = [*range(start, stop, ROW_BLOCK), stop]
             return torch.cat([self.rows(low, high) for low, high in pairwise(edges)], dim=-2)
         c, b, rate, step = self._tensors(compute_dtype(self.dtype))
@@ -110,7 +110,7 @@ class SelectiveMixing(CausalScanMixing):
         return selective_scan(b, c, rate, reversed_decays(step), values).flip(-2) * step[..., None]
 
     def __getitem__(self, index: Index) -> "SelectiveMixing":
-        """Return selected sequences and channels; c and b stay shared by channels if they are shared now."""
+        """Return selected sequences and channels; c and b that channels share stay shared."""
         leading = self.shape[:-2]
         step = index_leading(self.step, index, leading)
         rate = index_leading(self.rate.expand(*leading, -1), index, leading)
@@ -139,7 +139,7 @@ def selective_scan(
 ) -> Float[Tensor, "*out T V"]:
     """Return Σ_{s ≤ t} Σ_n left_tn right_sn exp(rate_n Σ_{s < r ≤ t} step_r) values_s for every token t.
 
-    This is `scan` with a decay per feature n, computed token by token with a state of N×V numbers.
+    The function is `scan` with one decay per feature n, computed token by token with a state of N×V numbers.
 
     Cost: O(T N V) time and O(T V + N V) memory per sequence and head, plus a few buffers of ``numbers``
     entries that all sequences and heads share.
@@ -171,7 +171,7 @@ def selective_scan(
         for a, x in zip(decay.unbind(), added.unbind(), strict=True):
             state = torch.addcmul(x, a, state)
             states.append(state)
-        # An elementwise product and a sum: many small matrix products would take longer on a CPU.
+        # Not a matrix product, because many small matrix products would take longer on a CPU.
         read = left[..., span, :, None].expand(*lead, -1, -1, 1).movedim(-3, 0)
         outputs.append((read * torch.stack(states)).sum(-2))
     return torch.cat(outputs).movedim(0, -2)

@@ -14,8 +14,8 @@ class SemiseparableMixing(CausalScanMixing):
     r"""Scan with scalar decay: ``M[t, s] = c_t · b_s · (Π_{s < r ≤ t} a_r) · step_s`` for s ≤ t, else 0.
 
     Vectors c_t and b_s have N features, so any block on or below the diagonal has rank at most N. Heads may
-    share c and b in G groups: head h of H uses group ``h // (H // G)``. Mamba-2 has log a = Δ·A and step = Δ;
-    its skip connection D·x is not part of M.
+    share c and b in G groups: head h of H uses group ``h // (H // G)``. In Mamba-2, log a = Δ·A and step = Δ,
+    and the skip connection D·x is not part of M.
 
     Log-decays are added and never subtracted, so a = 0 (log a = −inf) and long sequences are exact up to
     rounding, and nothing overflows. `M @ V` and Mᵀ U take O(T N V) time and O(T (N + V)) memory per head.
@@ -78,7 +78,7 @@ class SemiseparableMixing(CausalScanMixing):
 
     @property
     def heads_per_group(self) -> int:
-        """Number of heads that share one group of c and b."""
+        """Number of heads in a group, which share c and b."""
         return self.log_decay.shape[-2] // self.c.shape[-3] if self.c.ndim > 2 else 1
 
     def rows(self, start: int, stop: int) -> Float[Tensor, "*batch R S"]:
@@ -106,7 +106,7 @@ class SemiseparableMixing(CausalScanMixing):
         return mixed * step if step is not None and transposed else mixed
 
     def __getitem__(self, index: Index) -> "SemiseparableMixing":
-        """Return selected sequences and heads; if heads are selected, each gets its own copy of c and b."""
+        """Return selected sequences and heads; if heads are selected, each head gets a copy of c and b."""
         if self.heads_per_group == 1:
             return super().__getitem__(index)
         picks = index if isinstance(index, tuple) else (index,)

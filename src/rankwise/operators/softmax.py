@@ -11,9 +11,9 @@ from rankwise.errors import ShapeError
 from rankwise.operators.base import Index, MixingOperator, causal_rows, check_mask, compute_dtype
 
 MASKED_BELOW = -9e3
-"""Bias below which an entry counts as masked: exp(−9000) = 0. Models use −inf, finfo.min or −1e4."""
+"""Largest bias that masks an entry: exp(−9000) is 0. Models mask with −inf, finfo.min or −1e4."""
 NO_WEIGHT = math.log(torch.finfo(torch.float32).tiny)
-"""−87.3: a score this far below the largest of its row has a weight below the least normal float32."""
+"""−87.3: a score 87.3 below the largest score of its row has a weight below the least normal float32."""
 
 
 class SoftmaxMixing(MixingOperator):
@@ -109,7 +109,7 @@ class SoftmaxMixing(MixingOperator):
         return allowed.expand(*self.shape[:-2], stop - start, sources)
 
     def __matmul__(self, values: Float[Tensor, "... S V"]) -> Float[Tensor, "... T V"]:
-        """Return M V by torch's fused attention; values V may have H or Hkv heads."""
+        """Return M V, by torch's fused attention if possible; values V may have H or Hkv heads."""
         self._check(values)
         if self._one_per_key_head(values.shape[:-2]):
             values = self._repeat_groups(values)
@@ -143,7 +143,7 @@ class SoftmaxMixing(MixingOperator):
         return self.mask if self.mask is None or self.mask.shape[-2] == 1 else self.mask[..., start:stop, :]
 
     def _accepts(self, leading: torch.Size) -> bool:
-        """Return True if the leading axes broadcast; values may also have one head per key head."""
+        """Return True if leading axes of values broadcast, or values have one head per key head."""
         return super()._accepts(
             torch.Size([*leading[:-1], 1]) if self._one_per_key_head(leading) else leading
         )
@@ -152,7 +152,7 @@ class SoftmaxMixing(MixingOperator):
         return self.heads_per_group > 1 and len(leading) > 0 and leading[-1] == self.key.shape[-3]
 
     def _repeat_groups(self, tensor: Tensor) -> Tensor:
-        """Return a tensor with Hkv heads as one with H: each key head is repeated for its query heads."""
+        """Return a tensor with H instead of Hkv heads: each key head is repeated for its query heads."""
         return tensor.repeat_interleave(self.heads_per_group, dim=-3) if self.heads_per_group > 1 else tensor
 
 
@@ -161,9 +161,9 @@ def hidden_by(bias: Tensor) -> Tensor:
 
     Rule 1: an entry of at most −9000 hides its score. Rule 2: an entry hides its score if it is more than
     87.3 below the largest entry of its row (`NO_WEIGHT`), provided that a gap of more than 43.7 separates
-    these entries from the rest of the row. Thus −100 in shifted windows hides scores, but the evenly
-    decreasing bias of ALiBi does not. Rule 2 never hides a column from every row, because the column would
-    count as padding.
+    all such entries from the rest of the row. Thus −100 in shifted windows hides scores, but the evenly
+    decreasing bias of ALiBi does not. Rule 2 never hides a column from all rows, because a column that no row
+    sees counts as padding.
     """
     bias = bias.detach()
     bias = bias[None] if bias.dim() < 2 else bias

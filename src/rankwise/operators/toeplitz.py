@@ -13,12 +13,12 @@ class ToeplitzMixing(FastMixing):
     """Convolution over tokens as a Toeplitz matrix: ``M[t, s] = kernel[t − s]``, T = S.
 
     `M @ V` and Mᵀ U use the Fourier transform: O(T log T · V) time, O(T V) memory. In float32 each entry of
-    the result has an error of about 1e-7·‖kernel‖·‖values‖, even if its exact value is 0. `rows` and `dense`
+    the result has an error of about 1e-7·‖kernel‖·‖values‖, even if the exact entry is 0. `rows` and `dense`
     are exact.
 
     Args:
-        kernel: kernel in the order of its lags t − s. If causal, the lags are 0 … T − 1 and the shape is
-            (..., H, T); otherwise, the lags are −(T − 1) … T − 1 and the shape is (..., H, 2T − 1).
+        kernel: one entry per lag t − s, in ascending order. If causal, the lags are 0 … T − 1 and the shape
+            is (..., H, T); otherwise, the lags are −(T − 1) … T − 1 and the shape is (..., H, 2T − 1).
         is_causal: True if M is lower triangular.
 
     Raises:
@@ -105,7 +105,7 @@ class ToeplitzMixing(FastMixing):
         held = torch.where(a == 0, linear, torch.expm1(a_step) / torch.where(a == 0, 1, a))
         weights, lags = c * held * b, torch.arange(tokens, device=a.device)
         kernel = step.new_zeros(*step.shape, tokens)
-        for weight, rate in zip(weights.unbind(-1), a_step.unbind(-1), strict=True):  # avoids a T×N tensor
+        for weight, rate in zip(weights.unbind(-1), a_step.unbind(-1), strict=True):  # saves a T×N tensor
             kernel = kernel + (weight[..., None] * (rate[..., None] * lags).exp()).real
         return cls(2 * kernel if conjugates else kernel)
 
@@ -153,7 +153,7 @@ class ToeplitzMixing(FastMixing):
 
 
 def short_convolution(weight: Tensor, sequences: int, tokens: int) -> ToeplitzMixing:
-    """Return a causal depthwise convolution, weights (D, 1, L), as Toeplitz operators (B, D, T, T)."""
+    """Return a causal depthwise convolution, weight (D, 1, L) for L tokens, as operators (B, D, T, T)."""
     taps = weight.detach()[:, 0].flip(-1)
     kernel = F.pad(taps, (0, max(tokens - taps.shape[-1], 0)))[:, :tokens]
     return ToeplitzMixing(kernel.expand(sequences, -1, -1))

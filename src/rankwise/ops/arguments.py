@@ -41,7 +41,7 @@ _PROCESS = os.getpid()
 
 
 class Sums(NamedTuple):
-    """Sums over tokens per row and head: energy Σ w², assigned Σ Π w² and mass Σ Π (Π: memberships)."""
+    """Sums over tokens, with projections w and memberships Π: energy Σ w², assigned Σ Π w² and mass Σ Π."""
 
     energy: Float[Tensor, "B H K"]
     assigned: Float[Tensor, "B H K"]
@@ -56,7 +56,7 @@ class Call(NamedTuple):
         temperature: temperature per head.
         offset: number added to each score: K times the learned bias at the token's position.
         mask: True for real tokens.
-        start: sums before the first token of a causal call; None if they are zero.
+        start: sums before the first token of a causal call; None if these sums are zero.
         rate: factor λ by which the sums decay at each token; None for λ = 1.
         causal: True if a token reads only itself and earlier tokens.
     """
@@ -91,7 +91,7 @@ class Saved(NamedTuple):
 
     membership: Float[Tensor, "B T H"]
     score: Float[Tensor, "B T H"]
-    """Scores; if no gradient is needed, memberships, which have overwritten the scores."""
+    """Scores. If no gradient is needed, memberships have overwritten the scores in memory."""
     sums: Sums
 
 
@@ -104,7 +104,7 @@ class Cotangents(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Gradients of the loss with respect to inputs of `tssa`; offset and start are empty if not causal."""
+    """Gradients of the loss with respect to inputs of `tssa`; if not causal, offset and start are empty."""
 
     w: Float[Tensor, "B T H K"]
     temperature: Float[Tensor, " H"]
@@ -118,7 +118,7 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a tensor in a dtype; a call of `Tensor.to`, which can take 40 µs, is avoided if possible."""
+    """Return x in a dtype; return x itself if it has the dtype, because `Tensor.to` can take 40 µs."""
     return x if x.dtype == dtype else x.to(dtype)
 
 
@@ -131,9 +131,10 @@ def make_call(
     state: tuple[Tensor, ...] | None,
     half_life: Tensor | None,
 ) -> tuple[Call, Int[Tensor, " B"] | None]:
-    """Check the arguments of `tssa`, and return them as a call; raise as `tssa` does.
+    """Check the arguments of `tssa`, and return a `Call`; raise the errors that `tssa` documents.
 
-    For a causal call, also return the number of real tokens per row, including earlier calls.
+    The second result is the number of real tokens per row, including earlier calls. For a bidirectional
+    call, it is None.
     """
     tensors = {"bias": bias, "mask": mask, "half_life": half_life}
     if state is not None:
@@ -202,7 +203,7 @@ def _check_tensor(name: str, value: Tensor, w: Tensor) -> None:
         expected = "real numbers" if dtypes is None else " or ".join(map(str, dtypes))
         fix = f"Pass {name}.real." if dtypes is None else FIXES[name] if name == "mask" else "Convert it."
         raise ShapeError(name, expected=expected, got=str(value.dtype), fix=fix)
-    if name != "half_life" and value.device != w.device:  # `decay_rates` moves half-lives
+    if name != "half_life" and value.device != w.device:  # `decay_rates` moves half-lives to the device of w
         fix, expected = f"Move it: {name}.to(w.device).", f"a tensor on {w.device}, like w"
         raise InputError(name, expected=expected, got=f"a tensor on {value.device}", fix=fix)
 
@@ -244,8 +245,8 @@ def _offset(
     """Return K · bias[h, position] per token: a score is a sum over K channels, each of which adds the bias.
 
     The position is the token's index among the real tokens of its row, plus the number of tokens ``before``
-    this call. If values are not known, as in a compiled graph, a bias that is too short fails when it is
-    indexed.
+    this call. A bias that is too short raises ShapeError. In a compiled graph, where values are not known,
+    indexing the bias fails instead.
     """
     batch, tokens, _, width = call.w.shape
     if call.mask is None and before is None:

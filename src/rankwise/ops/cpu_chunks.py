@@ -33,14 +33,14 @@ from torch import Tensor
 from rankwise.ops.arguments import Call, Sums, as_dtype, sum_dtype
 
 CHUNK = 64
-"""Largest number of tokens per chunk; sums of w² are float64 only across chunks."""
+"""Largest number of tokens per chunk. Only sums of w² across chunks, not within a chunk, are float64."""
 NUMPY = {torch.float32: np.float32, torch.float64: np.float64}
 """numpy dtype for each dtype of sums."""
 ALLOWED = {"reassoc", "contract", "arcp", "nsz"}
-"""Changes the compiler may make: reorder sums, fuse a product and a sum, multiply by 1/y, drop the sign of 0.
+"""Fast-math flags of numba: changes that the compiler may make to floating-point operations.
 
-The compiler may not assume that NaN and infinity do not occur, because they must reach the output. It may
-not approximate functions either.
+The compiler may reorder sums, fuse a product and a sum, multiply by 1/y, and drop the sign of 0. It may not
+assume that NaN and infinity do not occur, because they must reach the output, nor approximate functions.
 """
 TWO_THREADS_FROM = 1 << 19
 """Number of entries of the input w from which several threads are faster than one."""
@@ -50,8 +50,8 @@ class Loop:
     """Function with a loop over arrays, compiled for each combination of dtypes; runs without the GIL.
 
     The disk cache of numba keeps all signatures of a function in one index file. Two processes can overwrite
-    this file such that it names the wrong machine code. So each signature is compiled as a separate function.
-    Its name contains a hash of signature, sources, versions and processor, so that equal names mean equal
+    this file such that it names the wrong machine code. So each signature is compiled as a separate function
+    whose name contains a hash of signature, sources, versions and processor. Equal names then mean equal
     machine code.
     """
 
@@ -69,9 +69,9 @@ class Loop:
     def run(self, given: tuple[Any, ...], tasks: int, threads: int) -> None:
         """Call the compiled function with ``(*given, low, high)`` for slices low ≤ i < high of all tasks.
 
-        Each task writes to other entries of the result arrays. A thread that is done takes the next slice, so
-        no thread waits for a slow thread. The calling thread works too, and cancels threads that have not
-        begun when no slice is left.
+        No two tasks write to the same entry of a result array. A thread that is done takes the next slice, so
+        no thread waits for a slow thread. The calling thread works too, until no slice is left. Then it
+        cancels the threads that have not begun.
         """
         run = self.of(*given, 0, tasks)  # compiled before the threads start, so that only one compiles
         if min(threads, tasks) <= 1:
@@ -99,7 +99,7 @@ class Loop:
 
 
 def inlined(function: FunctionType, allowed: set[str] = ALLOWED) -> Callable[..., Any]:
-    """Return a function that numba inlines into each loop that calls it, with only ``allowed`` changes."""
+    """Return a function that numba inlines into loops, compiled with the fast-math flags ``allowed``."""
     return numba.njit(nogil=True, fastmath=allowed, error_model="numpy", forceinline=True)(function)
 
 
@@ -110,12 +110,12 @@ def threads_for(numbers: int) -> int:
 
 @cache
 def thread_pool(process: int, threads: int) -> ThreadPoolExecutor:
-    """Return a thread pool; the process id is a key, because a forked process has none of the threads."""
+    """Return a thread pool, cached per process, because a forked process has none of the threads."""
     return ThreadPoolExecutor(threads, thread_name_prefix="rankwise-tssa")
 
 
 def _compile(function: FunctionType, signature: tuple[Any, ...]) -> Callable[..., Any]:
-    """Compile a function for one signature, under a name with a hash of all inputs of the compiler."""
+    """Return a function compiled for one signature, whose name has a hash of all inputs of the compiler."""
     named = FunctionType(function.__code__, function.__globals__, function.__name__)
     origin = _origin(Path(function.__code__.co_filename))
     digest = sha256(f"{signature} {origin}".encode()).hexdigest()[:16]
@@ -172,14 +172,14 @@ class ChunkedCall:
         self.threads = threads_for(self.w.size)
 
     def flat(self, x: Tensor | None) -> np.ndarray:
-        """Return a tensor (B, T, …) as an array (M, …) of the real tokens; None as an empty array."""
+        """Return a tensor (B, T, …) as an array (M, …) of the real tokens; return an empty array for None."""
         if x is None:
             return np.zeros((0, 0), NUMPY[self.dtype])
         rows = array(x, self.dtype).reshape(-1, *x.shape[2:])
         return rows if self.real is None else rows[self.real]
 
     def padded(self, x: np.ndarray) -> Tensor:
-        """Return an array (M, …) of the real tokens as a tensor (B, T, …); 0 at padding."""
+        """Return an array (M, …) of the real tokens as a tensor (B, T, …) with zeros at padding."""
         batch, tokens = self.call.w.shape[:2]
         rows = x
         if self.real is not None:
@@ -188,16 +188,16 @@ class ChunkedCall:
         return torch.from_numpy(rows.reshape(batch, tokens, *x.shape[1:]))
 
     def run(self, loop: Loop, *arrays: Any) -> None:
-        """Run a compiled loop over all chunks; the loop writes its results to some of the given arrays."""
+        """Run a compiled loop over all chunks; the loop writes results to some of the arrays."""
         loop.run(arrays, len(self.chunks.first), self.threads)
 
     def empty_sums(self) -> tuple[np.ndarray, np.ndarray]:
-        """Allocate the sums of each chunk: of weight · w² (C, H, K), and of token weights (C, H, 1)."""
+        """Return empty arrays for sums over C chunks: of weight · w², (C, H, K), and weight, (C, H, 1)."""
         count, shape = len(self.chunks.first), self.w.shape[1:]
         return np.empty((count, *shape), self.w.dtype), np.empty((count, shape[0], 1))
 
     def sums(self, weight: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-        """Return the sums of weight · w² and of weight over each chunk; None means that all weights are 1."""
+        """Return sums of weight · w² and weight over each chunk; if ``weight`` is None, weights are 1."""
         squares, masses = self.empty_sums()
         weight = self.flat(None) if weight is None else weight
         self.run(add_chunks, self.w, weight, *self.decay, *self.chunks[:2], squares, masses)
@@ -218,7 +218,7 @@ class ChunkedCall:
         return added, end
 
     def total(self, added: np.ndarray) -> np.ndarray:
-        """Add up the sums of chunks; return one sum per sequence, (B, H, …)."""
+        """Return the sum of the sums of all chunks of each sequence, (B, H, …)."""
         start = np.zeros((len(self.call.w), *added.shape[1:]))
         return self.carry(added, start)[1].astype(self.w.dtype)
 
@@ -253,7 +253,7 @@ def _powers(rates: tuple[float, ...], dtype: torch.dtype) -> tuple[np.ndarray, n
 
 @lru_cache(256)
 def _chunks(lengths: tuple[int, ...]) -> Chunks:
-    """Cut sequences of these lengths, one after the other, into chunks."""
+    """Return the chunks of sequences of the given lengths, stored one after the other."""
     tokens = np.array(lengths, np.int64)
     counts, ends = -(-tokens // CHUNK), tokens.cumsum()
     sequence = np.repeat(np.arange(len(counts)), counts)
@@ -274,7 +274,7 @@ def factors(power, age, h):
 
 @no_type_check
 def _kept(x, factors):
-    """Return x λ, where λ is the sum of a rounded value, factors[0], and its rounding error, factors[1]."""
+    """Return x λ, where λ is the sum of the rounded λ, factors[0], and the rounding error, factors[1]."""
     return x * factors[0] + x * factors[1]
 
 
@@ -302,7 +302,7 @@ def add_row(row, weight, sums, factors):
 @inlined
 @no_type_check
 def add_chunk(w, weight, power, rate, first, last, sums, mass):
-    """Write the sums of weight · w² and of weight over a chunk to `sums` and `mass`; no weight means 1."""
+    """Write the sums of weight · w² and of weight over a chunk; if `weight` is empty, weights are 1."""
     by = w.dtype.type(1)
     sums[:] = 0
     mass[:] = 0
@@ -359,7 +359,7 @@ def _exp32(x):
     """
     real = np.float32
     n = np.floor(x * real(1.4426950408889634) + real(0.5))
-    r = (x - n * real(0.693359375)) - n * real(-2.12194440054690583e-4)  # subtracts n ln 2 in two parts
+    r = (x - n * real(0.693359375)) - n * real(-2.12194440054690583e-4)  # n ln 2 in two parts, for precision
     y = real(1 / 5040)
     for factor in (1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2):
         y = y * r + real(factor)
@@ -395,7 +395,7 @@ def softmax_rows(score, temperature, out, first, last):
         top = temperature[0] * score[t, 0]
         for h in range(heads):
             out[t, h] = temperature[h] * score[t, h]
-            if not out[t, h] <= top:  # true for NaN, which thus becomes the maximum
+            if not out[t, h] <= top:  # also true for NaN, so that NaN reaches the output
                 top = out[t, h]
         for h in range(heads):
             out[t, h] -= top
@@ -414,8 +414,8 @@ def softmax_rows(score, temperature, out, first, last):
 def softmax_rows_back(membership, d_membership, score, temperature, d_score, d_temperature, first, last):
     """Write the gradients of scores to `d_score`; add the gradient of the temperature to `d_temperature`.
 
-    The gradient of a score is temperature · Π (d_Π - Σ_h Π d_Π), where Π is the membership and d_Π its
-    gradient.
+    The gradient of a score is temperature · Π (d_Π - Σ_h Π d_Π), where Π is the membership, d_Π the gradient
+    of Π, and h a head.
     """
     heads = membership.shape[1]
     for t in range(first, last):

@@ -16,9 +16,10 @@ Bidirectional TSSA, with sums over all tokens::
     m = Σ_t Π_t w_t²/(Σ_t Π_t + eps)       moment: mean of w² weighted by Π
     output_t = -Π_t w_t factor, factor = 1/(1 + m)
 
-d_x is the gradient of the loss with respect to x. The causal gradient is computed in three loops over chunks:
-through outputs, through memberships, and through scores. `cpu_chunks` describes chunks and arrays. In chunk
-i, arrays with one entry per sequence, such as inverse (B, H, K), are read at sequence[i].
+d_x is the gradient of the loss with respect to x, for any name x above. The causal gradient is computed in
+three loops over chunks: through outputs, through memberships, and through scores. `cpu_chunks` describes
+chunks and arrays. In chunk i, arrays with one entry per sequence, such as inverse (B, H, K), are read at
+sequence[i].
 """
 
 from typing import no_type_check
@@ -45,7 +46,7 @@ from rankwise.ops.reference import ENERGY_EPS, MASS_EPS, NORM_EPS
 
 
 def forward(call: Call, keep_scores: bool) -> tuple[Tensor, Saved]:
-    """Return the output, and memberships, scores and final sums for the backward pass."""
+    """Return the output, and `Saved` for the backward pass: memberships, scores and final sums."""
     work = ChunkedCall(call)
     membership = np.empty(work.w.shape[:2], work.w.dtype)
     score = np.empty_like(membership) if keep_scores else membership
@@ -90,7 +91,7 @@ def _causal_forward(work: ChunkedCall, score: np.ndarray, membership: np.ndarray
 def _causal_backward(
     work: ChunkedCall, arrays: list[np.ndarray], d_end: list[np.ndarray], dw: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, Sums]:
-    """Write the gradient of w; return the gradients of temperature (per chunk), scores and initial sums."""
+    """Write the gradient of w; return gradients of temperature (per chunk), scores and initial sums."""
     membership, score, d_output, given = arrays
     w, where, start = work.w, (*work.decay, *work.chunks[:2]), work.wide(work.call.initial_sums())
     d_membership, (d_begin, d_begin_mass) = np.empty_like(membership), work.empty_sums()
@@ -152,7 +153,7 @@ def assign_causal(
 @inlined
 @no_type_check
 def output_row(row, begin, local, factors, membership, n, out):
-    """Add Π w² of one token (membership Π) to `local`, the sums in its chunk; write the token's output."""
+    """Add Π w² of one token to `local`, the sums in its chunk; write the token's output (n: mass + eps)."""
     for k in range(len(row)):
         local[k] = kept(local[k], factors) + membership * (row[k] * row[k])
         out[k] = -membership * n * row[k] / (begin[k] * factors[2] + local[k] + n)
@@ -161,7 +162,7 @@ def output_row(row, begin, local, factors, membership, n, out):
 @Loop
 @no_type_check
 def outputs_causal(w, membership, power, rate, first, last, begin, begin_mass, eps, out, low, high):
-    """Write the outputs; begin[i], begin_mass[i] are the assigned energy and mass at the start of chunk i."""
+    """Write the outputs; begin[i] and begin_mass[i] are assigned energy and mass at the start of chunk i."""
     real, heads = w.dtype.type, w.shape[1]
     local, n = np.empty(w.shape[1:], w.dtype), np.empty(heads)
     for i in range(low, high):
@@ -186,7 +187,7 @@ def running_row(row, weight, begin, local, factors, out):
 @inlined
 @no_type_check
 def output_row_back_causal(row, d_output, out, share, membership, n):
-    """Return minus d_Π and minus d_n through one token's output; write d_a to `share` and d_w to `out`."""
+    """Return -d_Π and -d_n through one token's output; replace a in `share` by d_a; write d_w to `out`."""
     real = row.dtype.type
     direct, mass = real(0), real(0)
     scale = real(1) / n
@@ -206,7 +207,7 @@ def output_row_back_causal(row, d_output, out, share, membership, n):
 @inlined
 @no_type_check
 def assigned_row_back(row, out, share, local, factors, membership):
-    """Add the gradient of w through assigned energies to `out`; return the gradient of the membership."""
+    """Add the gradient of w through assigned energies to `out`; return the gradient of Π (membership)."""
     two, through = row.dtype.type(2), row.dtype.type(0)
     for k in range(len(row)):
         g = local[k] + share[k]
@@ -222,7 +223,7 @@ def outputs_back_causal(
     w, d_output, membership, power, rate, first, last, begin, begin_mass, eps, out, d_membership,
     d_begin, d_begin_mass, low, high,
 ):  # fmt: skip
-    """Write gradients through outputs of each chunk: of w, memberships, and sums at the chunk's start."""
+    """Write gradients, through outputs of each chunk, of w, memberships and sums at the chunk's start."""
     heads, real, local = w.shape[1], w.dtype.type, np.empty(w.shape[1:], w.dtype)
     share, d_n = np.empty((CHUNK, *w.shape[1:]), w.dtype), np.empty((CHUNK, heads), w.dtype)
     n, d_mass = np.empty(heads), np.empty(heads)
@@ -299,7 +300,7 @@ def memberships_back_causal(
 @inlined
 @no_type_check
 def score_row_back(row, out, sums, d_energy, local, factors, d_score, tiny, d_assigned, membership):
-    """Add to `out` the gradient of w at one token through scores in its chunk and sums of later chunks."""
+    """Add to `out` the gradient of w at one token, through scores of the chunk and of later chunks."""
     real = row.dtype.type
     for k in range(len(row)):
         c = sums[k]
@@ -356,7 +357,7 @@ def _bidirectional_forward(
 def _bidirectional_backward(
     work: ChunkedCall, arrays: list[np.ndarray], sums: Sums, dw: np.ndarray
 ) -> np.ndarray:
-    """Write the gradient of w; return the gradient of the temperature per chunk."""
+    """Write the gradient of w to `dw`; return the gradient of the temperature per chunk."""
     membership, score, d_output, given = arrays
     w, chunks = work.w, work.chunks
     energy, assigned, mass = (array(x, work.dtype) for x in sums)
@@ -421,7 +422,7 @@ def outputs_bidirectional(w, membership, factor, first, last, sequence, out, low
 @inlined
 @no_type_check
 def output_row_back_bidirectional(row, d_output, factor, membership, sums):
-    """Return minus d_Π through one token's output; add the token's part of d_m to `sums`."""
+    """Return -d_Π through one token's output; add the token's part of d_m to `sums`."""
     out = row.dtype.type(0)
     for k in range(len(row)):
         x = d_output[k] * row[k] * factor[k]
@@ -435,7 +436,7 @@ def output_row_back_bidirectional(row, d_output, factor, membership, sums):
 def outputs_back_bidirectional(
     w, d_output, membership, factor, first, last, sequence, direct, added, low, high
 ):
-    """Write minus d_Π through the outputs to `direct`, and each chunk's part of d_m to `added`."""
+    """Write -d_Π through the outputs to `direct`, and each chunk's part of d_m to `added`."""
     for i in range(low, high):
         added[i] = 0
         for t in range(first[i], last[i]):
@@ -452,8 +453,8 @@ def scores_back_bidirectional(
 ):  # fmt: skip
     """Write the gradients of scores and, per chunk, of temperatures, and the sums Σ_t d_score w².
 
-    On input, d_membership contains minus the gradient of memberships through the outputs. It is overwritten
-    by their whole gradient. `given` is the gradient of memberships from the loss directly.
+    On input, d_membership contains minus the gradient of memberships through the outputs. The loop replaces
+    it by the whole gradient of memberships. `given` is the gradient of memberships from the loss directly.
     """
     for i in range(low, high):
         n = sequence[i]

@@ -43,9 +43,10 @@ PACKAGES = {"cpu": ("numba", "llvmlite"), "triton": ("triton",)}
 def choose(impl: str, device: torch.device) -> str:
     """Return the name of the implementation for a device; raise if a name is unknown or cannot run.
 
-    ``"auto"`` means ``"cpu"`` on a CPU if numba can be imported, ``"triton"`` on a CUDA or ROCm device if
-    triton can be imported, and ``"reference"`` otherwise, or inside a transform of torch.func, such as `vmap`
-    and `grad`, because kernels have no rules for them. The choice does not depend on length or dtype.
+    ``"auto"`` means ``"cpu"`` on a CPU if numba can be imported, and ``"triton"`` on a CUDA or ROCm device if
+    triton can be imported. Otherwise ``"auto"`` means ``"reference"``. Inside a transform of torch.func, such
+    as `vmap` or `grad`, it always means ``"reference"``, because kernels have no rules for transforms. The
+    choice does not depend on length or dtype.
 
     Examples:
         >>> import torch
@@ -72,13 +73,13 @@ def choose(impl: str, device: torch.device) -> str:
 
 @constant_when_traced
 def missing(impl: str) -> str:
-    """Return why a package that an implementation requires cannot be imported, or "" if all can be."""
+    """Return why a package that an implementation requires cannot be imported; "" if none is missing."""
     return next(filter(None, map(import_failure, PACKAGES.get(impl, ()))), "")
 
 
 @cache
 def import_failure(package: str) -> str:
-    """Return why a package cannot be imported, or "" if it can; even an installed package may fail."""
+    """Return why a package, even if it is installed, cannot be imported; return "" if the import succeeds."""
     try:
         import_module(package)
     except Exception as error:
@@ -87,15 +88,16 @@ def import_failure(package: str) -> str:
 
 
 def solve(call: Call, impl: str) -> Outputs:
-    """Run a call by the reference, by a custom operator or, if nothing observes torch, directly by a kernel.
+    """Return the outputs of a call, computed by the reference or by a kernel.
 
-    Raise `InputError` for derivatives that custom operators would silently drop, or have no rule for.
+    A kernel runs in a custom operator or, if nothing observes torch, without one. Raise `InputError` for
+    derivatives that custom operators would silently drop or for which they have no rule.
     """
     if impl == "reference":
         return reference.solve(call)
     start = call.start or (None, None, None)
     inputs = [x for x in (call.w, call.temperature, call.offset, *start) if x is not None]
-    transformed = in_function_transform()  # `requires_grad` may be hidden there
+    transformed = in_function_transform()  # a transform may hide `requires_grad`
     if not torch.compiler.is_compiling():
         dual = any(forward_ad.unpack_dual(x).tangent is not None for x in inputs)
         if dual or in_grad_transform():
@@ -112,10 +114,10 @@ def solve(call: Call, impl: str) -> Outputs:
 
 
 def _unobserved(tensors: list[Tensor | None]) -> bool:
-    """Return True if a kernel can be called without a custom operator, which halves the time for one token.
+    """Return True if a kernel can be called without a custom operator, to halve the time of a one-token call.
 
     Dispatch modes, tracers, profilers and tensor subclasses have to see an operator. Lazy negations and
-    ZeroTensors need one too, because only torch's dispatcher computes their values.
+    ZeroTensors need an operator too, because only torch's dispatcher computes their values.
     """
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or in_dispatch_mode() or is_profiled():
         return False
@@ -130,7 +132,7 @@ class Kernels(Protocol):
     """Interface of the modules `cpu_passes` and `triton_passes`."""
 
     def forward(self, call: Call, keep_scores: bool) -> tuple[Float[Tensor, "B T H K"], Saved]:
-        """Return the output and the tensors for `backward`, with scores only if ``keep_scores``."""
+        """Return the output, and the tensors for `backward`; these contain scores only if ``keep_scores``."""
 
     def backward(self, call: Call, saved: Saved, cotangents: Cotangents) -> Gradients:
         """Return the gradients of w, temperature and, if causal, offset and sums before the first token."""
@@ -156,7 +158,7 @@ def tssa_forward(
     impl: str,
     keep_scores: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Run a forward pass; return output, memberships, scores (empty unless ``keep_scores``) and sums."""
+    """Run a forward pass, and return output, memberships, scores (empty if not ``keep_scores``) and sums."""
     call = Call(w, temperature, offset, mask, _start(energy, assigned, mass), rate, causal)
     output, saved = kernels(impl).forward(call, keep_scores)
     score = saved.score if keep_scores else saved.membership.new_empty(0)
@@ -216,12 +218,12 @@ def without_unread(call: Call, saved: Saved, cotangents: Cotangents) -> tuple[Ca
 
 
 def _start(energy: Tensor | None, assigned: Tensor | None, mass: Tensor | None) -> Sums | None:
-    """Return the initial sums; None (meaning zeros) if the arguments are None."""
+    """Return the initial sums. If an argument is None, return None, which means zeros."""
     return None if energy is None or assigned is None or mass is None else Sums(energy, assigned, mass)
 
 
 def _empty(w: Tensor, *shape: Any) -> Tensor:
-    return w.new_empty(shape, dtype=sum_dtype(w.dtype))  # sizes are symbols while torch traces
+    return w.new_empty(shape, dtype=sum_dtype(w.dtype))  # sizes may be symbols of torch.compile
 
 
 def _empty_sums(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:

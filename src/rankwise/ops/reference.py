@@ -17,7 +17,7 @@ NORM_EPS = 1e-12
 ENERGY_EPS = 1e-12
 """Lower bound of the running energy (sum of w²) of a channel, in causal TSSA."""
 MASS_EPS = 1e-8
-"""Constant added to the mass Σ Π before Σ Π w² is divided by it."""
+"""Constant added to the mass Σ Π, by which Σ Π w² is divided, to avoid a division by 0."""
 BLOCK = 64
 """Number of tokens that one matrix product adds to a decaying sum."""
 
@@ -26,8 +26,8 @@ def solve(call: Call) -> Outputs:
     """Return output, memberships and final sums of a call.
 
     Entries of w that are not finite are replaced by 0, and NaN is added as a constant to all results that
-    depend on them. Otherwise NaN would reach the gradients of earlier tokens, because the backward pass would
-    multiply NaN by gradients of 0.
+    depend on these entries. Otherwise the backward pass would multiply NaN by gradients of 0, and NaN would
+    reach the gradients of earlier tokens.
     """
     w, mask = call.w.to(sum_dtype(call.w.dtype)), call.mask
     if mask is not None:
@@ -104,7 +104,7 @@ def running_sum(
 ) -> Float[Tensor, "B T H N"]:
     """Return the running sums S_t = λ_h S_{t−1} + x_t from S_0 = ``start``, with decay λ (``rate``) per head.
 
-    At padding, where x must be 0, S_t = S_{t−1}. Without decay (rate None), S is a cumulative sum. With
+    At padding, where x must be 0, S_t = S_{t−1}. If ``rate`` is None, λ is 1, and S is a cumulative sum. With
     decay, blocks of `BLOCK` tokens are multiplied by a triangular matrix of powers of λ, and the last sum of
     a block is the start of the next block. Time O(T · BLOCK). ``rate`` is float64 and may be on the CPU.
     """
@@ -116,7 +116,7 @@ def running_sum(
     sums, before, base = [], torch.zeros_like(age[:, :1]), start
     for low in range(0, tokens, BLOCK):
         here = age[:, low : low + BLOCK] - before
-        power = rate ** here[..., None]  # shape (B, n, H)
+        power = rate ** here[..., None]  # (B, tokens of this block, H)
         gap = (here[:, :, None] - here[:, None]).clamp(min=0)
         triangle = (rate ** gap[..., None]).to(x) * x.new_ones(gap.shape[1:]).tril()[..., None]
         block = torch.einsum("btuh,buhn->bthn", triangle, x[:, low : low + BLOCK])

@@ -15,13 +15,13 @@ from rankwise.ops.dispatch import choose, solve
 class TSSAState(NamedTuple):
     """Decoding state of causal TSSA: running sums over all tokens so far, of constant size.
 
-    Sums are float32, or float64 if the inputs are float64. Each call rounds them once, so their relative
-    error is at most n·2^-24 after n calls, and 1.44·h·2^-24 with a half-life of h tokens. A float32 sum
-    stops growing when it is 2^24 times as large as the added number. To decode millions of tokens one by one
-    without half-lives, use float64 inputs.
+    Sums are float32, or float64 if the inputs are float64. Each call rounds float32 sums once. So a sum has
+    a relative error of at most n·2^-24 after n calls, or 1.44·h·2^-24 with a half-life of h tokens.
+    A float32 sum stops growing when it is 2^24 times as large as the added number. To decode millions of
+    tokens one at a time without half-lives, use float64 inputs.
 
     Attributes:
-        energy: Σ_u λ^age w²[u,h,k] over tokens u; age is the number of later tokens, λ the decay or 1.
+        energy: Σ_u λ^age w²[u,h,k] over tokens u; age is the number of tokens after u, and λ the decay or 1.
         assigned: Σ_u λ^age Π[u,h]·w²[u,h,k], where Π are memberships.
         mass: Σ_u λ^age Π[u,h].
         seen: number of real tokens so far, which is the position of the next token in the learned bias.
@@ -40,7 +40,7 @@ class TSSAOutput(NamedTuple):
         output: output for each token, head and channel, in the dtype of w; 0 at masked tokens.
         membership: memberships Π, the weights of the heads at each token, in float32 (float64 if w is
             float64). They sum to 1 over the heads, and are 0 at masked tokens.
-        state: sums after the last token, to pass as ``state`` to the next call; None if not causal.
+        state: sums after the last token, the argument ``state`` of the next call; None if not causal.
     """
 
     output: Float[Tensor, "B T H K"]
@@ -68,7 +68,8 @@ def tssa(
         m[h,k]     = Σ_u Π[u,h] w[u,h,k]² / (Σ_u Π[u,h] + 1e-8)
         out[t,h,k] = -Π[t,h] w[t,h,k] / (1 + m[h,k])
 
-    Causal TSSA, a different function, has running sums. It adds the learned bias once for each channel k::
+    Causal TSSA, a different function, has running sums of w² (c), Π w² (a) and Π (n). The score adds the
+    learned bias once for each channel k::
 
         c_t = λ_h c_{t-1} + w_t²;        s[t,h] = Σ_k ( w[t,h,k]² / max(c[t,h,k], 1e-12) + bias[h,t] )
         a_t = λ_h a_{t-1} + Π_t w_t²;    n_t = λ_h n_{t-1} + Π_t;    m_t = a_t / (n_t + 1e-8)
@@ -80,7 +81,7 @@ def tssa(
     Its own output and gradient are 0, even if w is NaN there. Padding may be on the left, on the right or
     between tokens; results at real tokens equal the results without padding.
 
-    Gradients flow through output, memberships and state. NaN in w reaches all outputs that depend on it. It
+    Gradients flow through output, memberships and state. NaN in w reaches all outputs that depend on it. NaN
     reaches the gradients of other tokens only if the loss depends on one of these outputs.
 
     Range: Π in [0, 1]; |out| ≤ Π |w|. Cost: O(B T H K) time; O(B T H) memory in addition to input and output.
@@ -102,13 +103,13 @@ def tssa(
         state: state returned by a call on the previous tokens, only if causal. Calls on successive segments
             equal one call on the whole sequence.
         impl: "auto", "reference", "cpu" or "triton"; `rankwise.ops.dispatch.choose` is the rule for "auto".
-            An explicit choice either runs or raises.
+            A named implementation either runs or raises.
         half_life: half-life of the sums in tokens, per head, only if causal; not learned. See `half_lives`.
 
     Raises:
         ShapeError: if a shape or dtype is wrong, or the bias is shorter than the longest row.
-        InputError: if options contradict each other, the implementation cannot run here, or the process is
-            a fork that lacks threads of torch.
+        InputError: if options contradict each other, the implementation cannot run on the device of w, or
+            the process is a fork that lacks threads of torch.
 
     Examples:
         >>> import torch
@@ -133,7 +134,7 @@ def half_lives(heads: int, shortest: float | int = 4, longest: float | int = 102
     """Return one half-life per head in tokens, on the CPU, for the argument ``half_life`` of `tssa`.
 
     Formula: ``h_i = shortest · (longest/shortest)^(i/(heads−1))``. With half-life h, a token that is u tokens
-    old has the weight 2^(−u/h) in a sum, so that a sum effectively covers 1.44·h tokens.
+    old has the weight 2^(−u/h) in a sum, so a sum effectively covers 1.44·h tokens.
 
     Raises:
         InputError: if ``heads`` is below 1, or not 0 < shortest ≤ longest < ∞.
@@ -149,6 +150,6 @@ def half_lives(heads: int, shortest: float | int = 4, longest: float | int = 102
             got=f"heads={heads}, shortest={shortest}, longest={longest}",
             fix="Pass half-lives in tokens, the shortest first.",
         )
-    # On the CPU, even while a model is built on the meta device.
+    # The device is explicit, because a model that is built on the meta device needs values of half-lives.
     steps = torch.arange(heads, dtype=torch.float64, device="cpu") / max(heads - 1, 1)
     return shortest * (longest / shortest) ** steps

@@ -18,7 +18,7 @@ from torch import Tensor
 from rankwise.ops.arguments import Call, sum_dtype
 
 MIN_LOG2_RATE = -2000.0
-"""Lower bound of log2 λ, used for λ = 0: age 0 · −∞ would be NaN, and 2^−2000 rounds to 0."""
+"""Lower bound of log2 λ, which replaces −∞ if λ = 0: at age 0, 0 · −∞ is NaN, and 2^−2000 rounds to 0."""
 
 
 @triton.jit
@@ -47,7 +47,7 @@ def indices(mask, first, last, H, K, BT: tl.constexpr, BK: tl.constexpr, MASKED:
 @triton.jit
 @no_type_check
 def ages_of(real, decay, h):
-    """Return the age of each token (number of real tokens in its chunk up to it), and log2 λ of the head."""
+    """Return the ages of the tokens of a chunk (see the module docstring), and log2 λ of the head."""
     return tl.cumsum(real.to(tl.float32), 0), tl.load(decay + h)
 
 
@@ -78,7 +78,7 @@ def triangle(x, age, real, rate, REVERSE: tl.constexpr):
 def running(x, age, real, rate, DECAYED: tl.constexpr):
     """Return the running sum Σ_{u ≤ t} λ^(age_t - age_u) x_u at each token t of a chunk."""
     if DECAYED:
-        finite = tl.abs(x) < float("inf")  # a product 0 · NaN would reach earlier tokens
+        finite = tl.abs(x) < float("inf")  # in the product, 0 · NaN would reach earlier tokens
         weight = triangle(x, age, real, rate, False)
         total = tl.dot(weight, tl.where(finite, x, 0.0), input_precision="ieee", out_dtype=x.dtype)
         return total + tl.cumsum(tl.where(finite, 0.0, x), 0)
@@ -102,7 +102,7 @@ def sums_kernel(
     H, K, BT: tl.constexpr, BK: tl.constexpr, MASKED: tl.constexpr, DECAYED: tl.constexpr,
     WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """Write the sums of weight · w² and of weight over a chunk; each term decays until the chunk's end."""
+    """Write the sums of weight · w² and of weight over a chunk, with decay up to the chunk's end."""
     c, h = tl.program_id(0), tl.program_id(1)
     _inside, real, row, cell, read, _ = indices(mask, first, last, H, K, BT, BK, MASKED)
     x = tl.load(w + cell, mask=read, other=0.0).to(total.dtype.element_ty)
@@ -125,7 +125,8 @@ def carry_kernel(
 ):  # fmt: skip
     """Write the running sums at the start of each chunk to `before`, and after each row to `end`.
 
-    ``chunks`` is the number of chunks of each row.
+    Each sum has X entries per head, and each row has `chunks` chunks. If BACKWARD, sums run from the last
+    chunk to the first, and `before` contains the sums at the end of each chunk.
     """
     n, h = tl.program_id(0), tl.program_id(1)
     x = tl.arange(0, BX)
@@ -178,7 +179,7 @@ class Chunks:
             self.decay = torch.log2(rate).clamp(min=MIN_LOG2_RATE).contiguous()
 
     def launch(self, kernel: Any, *arrays: Tensor | float, **switches: bool) -> None:
-        """Run a kernel for each chunk and head; ``arrays`` follow the arguments that kernels share."""
+        """Run a kernel for each chunk and head; ``arrays`` follow the arguments that all kernels share."""
         masked = self.mask is not None
         mask = self.mask if masked else self.w  # without a mask, the argument is unused but must be a tensor
         kernel[(self.count, self.heads)](
@@ -188,7 +189,7 @@ class Chunks:
         )  # fmt: skip
 
     def sums(self, weight: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the sums of weight · w² and of weight over each chunk; None means that all weights are 1."""
+        """Return sums of weight · w² and weight over each chunk; if ``weight`` is None, weights are 1."""
         total = self.w.new_empty((self.count, self.heads, self.width), dtype=self.dtype)
         mass = total.new_empty((self.count, self.heads, 1))
         by = self.w if weight is None else weight.contiguous()
@@ -212,11 +213,11 @@ class Chunks:
         return before, end
 
     def total(self, sums: Tensor) -> Tensor:
-        """Add up the sums of chunks; return one sum per row, (B, H, X)."""
+        """Return the sum of the sums of all chunks of each row, (B, H, X)."""
         return self.carry(sums, sums.new_zeros(len(self.w), *sums.shape[1:]))[1]
 
     def per_token(self) -> Tensor:
-        """Allocate a tensor for one number per token and head, (B, T, H)."""
+        """Return an uninitialized tensor for one number per token and head, (B, T, H)."""
         return self.w.new_empty(self.w.shape[:3], dtype=self.dtype)
 
 

@@ -31,7 +31,7 @@ from rankwise.ops.triton_chunks import (
 
 
 def forward(call: Call, keep_scores: bool) -> tuple[Tensor, Saved]:
-    """Return the output, and memberships, scores and final sums for the backward pass."""
+    """Return the output, and `Saved` for the backward pass: memberships, scores and final sums."""
     return (_causal_forward if call.causal else _bidirectional_forward)(call, keep_scores)
 
 
@@ -59,7 +59,7 @@ def energy_at(x, base, age, real, rate, c, h, H, K, BK: tl.constexpr, DECAYED: t
 def moment_at(
     x, pi, base, base_mass, age, real, rate, c, h, H, K, eps, BK: tl.constexpr, DECAYED: tl.constexpr
 ):
-    """Return assigned energy Σ Π w² and mass Σ Π + eps up to each token of a chunk, with membership Π."""
+    """Return assigned energy Σ Π w² and mass Σ Π + eps up to each token of a chunk (Π: membership)."""
     k = tl.arange(0, BK)
     before = tl.load(base + (c * H + h) * K + k, mask=k < K, other=0.0)[None, :]
     mass = tl.load(base_mass + c * H + h)
@@ -69,7 +69,7 @@ def moment_at(
         gap, t = age[:, None] - age[None, :], tl.arange(0, x.shape[0])
         below = (gap >= 0) & (t[:, None] >= t[None, :]) & real[None, :]
         weight = power(rate, tl.maximum(gap, 0.0), x) * pi[None, :]
-        mass = mass + tl.sum(tl.where(below, weight, 0.0), 1)  # a product would give 0 · NaN = NaN
+        mass = mass + tl.sum(tl.where(below, weight, 0.0), 1)  # not a product: 0 · NaN = NaN
     else:
         mass = mass + tl.cumsum(pi, 0)
     return before + running(pi[:, None] * x * x, age, real, rate, DECAYED), mass + eps
@@ -96,7 +96,7 @@ def output_kernel(
     w, mask, first, last, row_of, decay, membership, base, base_mass, out, eps,
     H, K, BT: tl.constexpr, BK: tl.constexpr, MASKED: tl.constexpr, DECAYED: tl.constexpr,
 ):  # fmt: skip
-    """Write the output -Π w mass/(mass + assigned energy) of each token of a chunk, with membership Π."""
+    """Write the output -Π w mass/(mass + assigned energy) of each token of a chunk (Π: membership)."""
     c, h = tl.program_id(0), tl.program_id(1)
     _inside, real, row, cell, read, written = indices(mask, first, last, H, K, BT, BK, MASKED)
     x = tl.load(w + cell, mask=read, other=0.0).to(base.dtype.element_ty)
@@ -161,7 +161,10 @@ def score_back_kernel(
     H, K, BT: tl.constexpr, BK: tl.constexpr, MASKED: tl.constexpr, DECAYED: tl.constexpr,
     FINISH: tl.constexpr,
 ):  # fmt: skip
-    """Go backward through the scores: write gradients of the chunk's first energy, or (FINISH) of w."""
+    """Go backward through the scores.
+
+    Write gradients of the energy at the chunk's start or, with FINISH, of w.
+    """
     c, h = tl.program_id(0), tl.program_id(1)
     _inside, real, row, cell, read, written = indices(mask, first, last, H, K, BT, BK, MASKED)
     x = tl.load(w + cell, mask=read, other=0.0).to(base.dtype.element_ty)
@@ -187,7 +190,7 @@ def score_back_kernel(
 
 
 def _causal_forward(call: Call, keep_scores: bool) -> tuple[Tensor, Saved]:
-    """Return the output, and memberships, scores and final sums for the backward pass."""
+    """Return the output, and `Saved` for the backward pass: memberships, scores and final sums."""
     chunks, start = Chunks(call), call.initial_sums()
     base, energy = chunks.carry(chunks.sums(None)[0], start.energy)
     score = chunks.per_token()
@@ -283,7 +286,7 @@ def scale_back_kernel(
     w, mask, first, last, row_of, decay, d_output, membership, factor, direct, total,
     H, K, BT: tl.constexpr, BK: tl.constexpr, MASKED: tl.constexpr, DECAYED: tl.constexpr,
 ):  # fmt: skip
-    """Write minus d_Π through the outputs to `direct`, and a chunk's part of d_moment to `total`."""
+    """Write -d_Π through the outputs to `direct`, and a chunk's part of d_moment to `total`."""
     c, h = tl.program_id(0), tl.program_id(1)
     inside, real, row, cell, read, _ = indices(mask, first, last, H, K, BT, BK, MASKED)
     x = tl.load(w + cell, mask=read, other=0.0).to(membership.dtype.element_ty)
@@ -315,7 +318,7 @@ def token_back_kernel(
 
 
 def _bidirectional_forward(call: Call, keep_scores: bool) -> tuple[Tensor, Saved]:
-    """Return the output, and memberships, scores and sums for the backward pass."""
+    """Return the output, and `Saved` for the backward pass: memberships, scores and sums."""
     chunks = Chunks(call)
     energy = chunks.total(chunks.sums(None)[0])
     score = _project(chunks, _inverse(energy))

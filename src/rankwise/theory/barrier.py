@@ -44,10 +44,10 @@ def rank_barrier(
     expectation without a mask by (1 − 1/e)·T + O(1). The formulas for masks are derived in this project.
 
     Args:
-        mask: "full", "causal", or a boolean mask (..., T, S), True if row i sees column j; for a boolean
-            mask the result is a float64 tensor (...) on its device.
+        mask: "full", "causal", or a boolean mask (..., T, S), True if row i sees column j. For a boolean
+            mask, the result is a float64 tensor (...).
         sources: number of columns S; T by default.
-        window: number of columns that each row of the causal mask sees, including its own.
+        window: number of columns that each row i of the causal mask sees, the last of which is column i.
 
     Raises:
         ShapeError: if the sizes do not match the mask, or a mask tensor is not boolean.
@@ -88,7 +88,7 @@ def rank_barrier(
 
 
 def check_sizes(tokens: int, sources: int | None, mask: str, window: int | None) -> int:
-    """Return the number of columns S (T by default); raise if sizes, mask and window do not match."""
+    """Return the number of columns S, which is T by default; raise if sizes, mask and window do not match."""
     for name, size in (("tokens", tokens), ("sources", sources), ("window", window)):
         if size is not None:
             whole_number(f"`{name}`", size)
@@ -104,7 +104,7 @@ def check_sizes(tokens: int, sources: int | None, mask: str, window: int | None)
 
 
 def _full(tokens: int, sources: int) -> float:
-    if sources == 1:  # log1p(−1) would be −∞
+    if sources == 1:  # math.log1p(−1) raises an error
         return 1.0
     return -sources * math.expm1(tokens * math.log1p(-1 / sources))
 
@@ -127,7 +127,7 @@ def _window(tokens: int, window: int) -> float:
 
 
 def rank_barrier_of_rows(rows: Iterable[Bool[Tensor, "*batch _ S"]]) -> Float64[Tensor, "*batch"]:
-    """Return `rank_barrier` for a boolean mask that is passed in blocks of rows, to save memory.
+    """Return the expected rank, as `rank_barrier` does, for a boolean mask in blocks of rows, to save memory.
 
     Cost: O(T S) time, memory for one block.
 

@@ -1,4 +1,4 @@
-"""Theorem 4.1 of the λ-skip paper, as a function of the matrices of one layer."""
+"""Smallest |λ| for which Theorem 4.1 of the λ-skip paper guarantees a share of the token spread."""
 
 from typing import Literal
 
@@ -21,14 +21,15 @@ def min_lambda_paper(
 ) -> Float64[Tensor, "*batch"]:
     r"""Return the smallest |λ| for which Theorem 4.1 of the λ-skip paper guarantees a share of the spread.
 
-    The theorem is about N(λY + M Y C), with a norm N, and the absolute token spread μ. It has two hypotheses:
-    Eq. 7, λ² − a(S·C_M + |λ|)² > 0, and μ² ≥ b = 2|λ|·T·D·S·C_M/(λ² − a(S·C_M + |λ|)²), where a is the
-    square of ``keep_spread``. Eq. 7 alone guarantees nothing.
+    The theorem bounds the absolute token spread of N(λY + M Y C), where N is a norm and Y has T rows of width
+    D. Let a be the square of ``keep_spread``, μ the spread of Y, S = ‖C‖_F and C_M = ‖M‖_F. The theorem has
+    two hypotheses: Eq. 7, λ² − a(S·C_M + |λ|)² > 0, and μ² ≥ 2|λ|·T·D·S·C_M/(λ² − a(S·C_M + |λ|)²). Eq. 7
+    alone guarantees nothing.
     Formula: the larger root λ of (1 − a)μ²·λ² − 2s(a·μ² + T·D)·λ − a·s²μ² = 0. The theorem assumes ε = 0 and
-    states of norm √D: then s = S·C_M with S = ‖C‖_F and C_M = ‖M‖_F. For states of any length and any ε,
-    s = √((S·C_M·q)² + ε)/ℓ with q = ‖Y‖_F/√(T·D) and ℓ = min_i ‖y_i‖/√D, and μ is √D·μ(U), the spread of
-    the states divided by their lengths.
-    Range: [0, ∞]; infinite if all states have the same direction. Cost: O(T² + T D + D²) time.
+    rows of norm √D: then s = S·C_M. For rows y_i of any length (centered for "layer") and any ε,
+    s = √((S·C_M·q)² + ε)/ℓ with q = ‖Y‖_F/√(T·D) and ℓ = min_i ‖y_i‖/√D. In this case, μ is the spread of the
+    rows after each row is scaled to norm √D.
+    Range: [0, ∞]; infinite if s > 0 and all rows have the same direction. Cost: O(T² + T D + D²) time.
     Source: "Lambda-Skip Connections: the architectural component that prevents Rank Collapse", Theorem 4.1
     and Eq. 7 as corrected by its authors; extension and proof in docs/explanation/skip-bound.md.
 
@@ -37,7 +38,7 @@ def min_lambda_paper(
         mixing: mixing matrix M.
         weights: value and output weights C.
         keep_spread: share of μ that the layer must keep, in (0, 1).
-        norm: norm N that reads the sum; "layer" centers the states.
+        norm: norm N after the sum: "rms", or "layer", which centers each row.
         eps: ε of the norm.
 
     Raises:
@@ -54,7 +55,7 @@ def min_lambda_paper(
     if one_of("`norm`", norm, ("layer", "rms")) == "layer":
         rows = rows - rows.mean(-1, keepdim=True)
     lengths = rows.square().mean(-1).sqrt()
-    directions = safe_divide(rows, lengths[..., None], 0.0)  # of norm √D
+    directions = safe_divide(rows, lengths[..., None], 0.0)  # rows of norm √D
     energy = mean_distance(directions).square()
     norms = [torch.linalg.matrix_norm(as_float64(matrix)) for matrix in (mixing, weights)]
     product = norms[0] * norms[1] * root_mean_square

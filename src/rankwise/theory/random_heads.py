@@ -40,7 +40,7 @@ class Spectra(NamedTuple):
     """Singular values of simulated matrices, from which ranks at any threshold δ can be counted."""
 
     values: NDArray[np.float64]
-    """Singular values, (trials, N)."""
+    """Singular values, (trials, N), where N = S for hardmax, otherwise min(T, S)."""
     least_delta: float
     """Smallest threshold δ at which rounding errors of the singular values cannot change a rank."""
 
@@ -88,7 +88,7 @@ def simulate_spectra(
 def _seen_rows(
     start: int, stop: int, sources: int, mask: str, window: int | None
 ) -> Bool[Tensor, "R S"] | None:
-    """Return rows ``start`` to ``stop`` of a named mask (True = visible), or None if all is visible."""
+    """Return rows ``start`` to ``stop`` of a mask (True = visible); return None if nothing is masked."""
     if mask == "full" and window is None:
         return None
     ahead = torch.arange(sources) - torch.arange(start, stop)[:, None]
@@ -121,7 +121,7 @@ def _hardmax_wins(
 def count_wins(
     scores: Float[Tensor, "*batch T S"], mask: Bool[Tensor, "..."] | None = None
 ) -> Int64[Tensor, "*batch S"]:
-    """Return, for each column, the number of rows in which it has the largest visible score."""
+    """Return, for each column, the number of rows in which the column has the largest visible score."""
     *batch, _, sources = scores.shape
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
@@ -137,9 +137,9 @@ def hardmax_rank(
 ) -> Int64[Tensor, "*batch"]:
     """Return the rank of the hardmax matrix, in which each row has a single 1 at its largest score.
 
-    Formula: the number of different columns that have the largest score of a row. The singular values are the
-    square roots of the numbers of rows per column, so the numerical rank is the same for any δ ≤ 1.
-    Range: [1, min(T, S)]; 0 if no row sees a column. If scores are equal, one of them counts as the largest.
+    Formula: the number of columns that contain the largest score of at least one row. A column that has the
+    largest score of n rows has the singular value √n, so the numerical rank is the same for any δ ≤ 1.
+    Range: [1, min(T, S)]; 0 if no row sees a column. If a row has several largest scores, only one counts.
     Cost: O(T S) time.
 
     Args:
@@ -174,9 +174,10 @@ def singular_values_of_stochastic(
 ) -> tuple[NDArray[np.float64], float]:
     """Return the singular values of a non-negative matrix M, and the smallest δ at which ranks are exact.
 
-    By default they are square roots of eigenvalues of the smaller Gram matrix, which take an eighth of the
-    time of an SVD. The rounding error of an eigenvalue is about max(T, S)·ε·‖M‖_1·‖M‖_∞, so δ² must be far
-    larger. If ``precise``, the SVD is computed, with which ranks are exact for any δ.
+    By default, the singular values are square roots of eigenvalues of the smaller Gram matrix (M Mᵀ or MᵀM),
+    which take an eighth of the time of an SVD. An eigenvalue has a rounding error of about
+    max(T, S)·2⁻⁵²·‖M‖_1·‖M‖_∞, so ranks are exact only if δ² is far larger. If ``precise``, the SVD is
+    computed, and the smallest δ is 0.
     """
     if precise:
         return torch.linalg.svdvals(matrix).numpy(), 0.0
@@ -191,7 +192,7 @@ def singular_values_of_stochastic(
 
 
 def rank_of_stochastic(matrix: Float64[Tensor, "T S"], delta: float) -> int:
-    """Return the number of singular values ≥ δ of a non-negative matrix, by an SVD only if δ is tiny."""
+    """Return the number of singular values ≥ δ of a non-negative matrix; an SVD is computed if δ is tiny."""
     values, least = singular_values_of_stochastic(matrix, precise=False)
     if delta < least:
         values, _ = singular_values_of_stochastic(matrix, precise=True)

@@ -30,13 +30,13 @@ def random_head_rank(
 ) -> SimulatedRank:
     """Return the numerical rank of softmax(Q Kᵀ/τ) for independent N(0, 1) queries Q and keys K.
 
-    The simulation uses the head width K and the temperature τ of a head. For τ → 0 and K → ∞ the rank tends
-    to `rank_barrier`, and for τ → ∞ to `uniform_rank`.
+    The rank depends on the head width K and the temperature τ. For τ → 0 and K → ∞, the rank tends to the
+    value of `rank_barrier`; for τ → ∞, to the value of `uniform_rank`.
 
     ``interpolate`` is for sequences of many different lengths. Only lengths up to 32, lengths 32·2^(i/2) and
-    the first four multiples of a window are simulated. In between, the rank is interpolated: linearly in T
-    if T exceeds a window, otherwise on logarithmic scales of rank and T (and of S, if S is passed). Compared
-    with simulation, the error is below 1 % for K ≥ 4 and 4 % for K < 4, plus the noise of the trials.
+    the first four multiples of the window are simulated. The rank at any other length is interpolated: if T
+    exceeds the window, linearly in T, otherwise on logarithmic scales of rank and T (and of S, if S ≠ T).
+    Compared with simulation, the error is below 1 % for K ≥ 4 and 4 % for K < 4, plus noise of the trials.
 
     Range: [1, min(T, S)] for the usual δ. The rank grows with K, and saturates under the full mask.
     Cost: trials × O(T S (K + min(T, S))) time. Spectra are cached, so another δ only takes a count. On one
@@ -60,8 +60,8 @@ def random_head_rank(
         interpolate: True to interpolate between simulated lengths.
 
     Returns:
-        Mean and standard deviation over trials. With ``interpolate``, they are NaN with 0 trials if the
-        length is too large.
+        Mean and standard deviation over trials. If ``interpolate`` is True and the length exceeds the
+        maximum, both are NaN, and the number of trials is 0.
 
     Raises:
         ShapeError: if sizes and mask do not match, or the matrix is too large to be simulated.
@@ -107,13 +107,13 @@ def random_head_rank(
         return SimulatedRank(math.nan, math.nan, 0)
     counts = [trials or max(2, min(8, 2**23 // (rows * other))) for rows, other, _ in nodes]
     points = [simulate(rows, other, count) for (rows, other, _), count in zip(nodes, counts, strict=True)]
-    # In a sequence longer than the window, each further token adds about the same rank.
+    # Beyond the window, each further token adds about the same rank, so the rank is linear in T.
     linear = window is not None and tokens > window
     return _between(points, [weight for *_, weight in nodes], linear)
 
 
 def _nodes(size: int, window: int | None) -> list[tuple[int, float]]:
-    """Return the nearest simulated lengths below and above ``size``, each with an interpolation weight."""
+    """Return (length, weight) of the simulated lengths next to ``size``; [(size, 1)] if it is simulated."""
     if size <= ALWAYS_SIMULATED:
         return [(size, 1.0)]
     steps = 2 * math.ceil(math.log2(size / ALWAYS_SIMULATED)) + 1
@@ -134,7 +134,7 @@ def _between(points: list[SimulatedRank], weights: list[float], linear: bool) ->
     if len(points) == 1:
         return points[0]
     means = [point.mean for point in points]
-    if linear or 0 in means:  # the mean is 0 if no singular value reaches δ
+    if linear or 0 in means:  # 0 has no logarithm: no singular value reaches δ
         mean = sum(w * m for w, m in zip(weights, means, strict=True))
     else:
         mean = math.exp(sum(w * math.log(m) for w, m in zip(weights, means, strict=True)))

@@ -32,22 +32,23 @@ def skip_bound(
     μ(Y) = ‖Y − 1ȳᵀ‖_F is the distance of tokens (rows) from their mean ȳ (`rankwise.measures.spread`).
 
     - "none": max(|λ|·μ(x) − μ(f(x)), 0), because μ is a seminorm. The bound is attained for f(x) = −c·x.
-    - "layer" and "rms": the larger of two bounds, or 0, before gain and bias of the norm. y_i and m_i are the
-      rows of x and f(x), centered for LayerNorm. The directions u_i = y_i/‖y_i‖ are the rows of U, with mean
-      ū. f(x) turns row i by at most φ_i = arcsin(‖m_i‖/(|λ|‖y_i‖)), or π if the ratio is 1 or more:
+    - "layer" and "rms": the larger of the two bounds below, or 0 if both are negative. They hold before gain
+      and bias of the norm. y_i and m_i are the rows of x and f(x), centered for LayerNorm. The directions
+      u_i = y_i/‖y_i‖ are the rows of U, with mean ū. f(x) turns row i by at most
+      φ_i = arcsin(‖m_i‖/(|λ|‖y_i‖)), or by π if ‖m_i‖ ≥ |λ|‖y_i‖:
 
         μ ≥ √D·μ(U) − ‖(e_i)_i‖₂,             e_i = min(2√D sin(φ_i/2) + √D − r_i, 2√D),
         μ² ≥ Σ_i r_i² − T·(√D‖ū‖ + ē)²,       ē the mean of the e_i.
 
       After the norm, row i differs from √D·u_i by at most e_i, and its length is at least r_i =
-      √D·s_i/√(s_i² + Dε), where s_i = max(|λ|‖y_i‖ − ‖m_i‖, 0). If y_i = 0, then u_i = r_i = 0, and e_i = √D,
-      or 0 if m_i = 0 too. The first bound subtracts the differences of all rows. The second bounds the mean
-      row; it is better if rows turn far.
+      √D·s_i/√(s_i² + Dε), where s_i = max(|λ|‖y_i‖ − ‖m_i‖, 0). If y_i = 0, then u_i = r_i = 0. In this
+      case, e_i = √D if m_i ≠ 0, and e_i = 0 if m_i = 0. The first bound subtracts the differences of all
+      rows. The second bound uses a bound of the mean row and is better if rows turn far.
 
     Range: [0, |λ|μ(x)] without a norm; [0, √D·μ(U)] with a norm, which is [0, μ(x)] if the rows y_i have norm
-    √D. It grows with |λ|. A gain γ after the norm multiplies the bound by min|γ|; a bias does not change it.
-    Without a norm, the bound depends on μ(f(x)). With a norm, it depends only on the lengths of the
-    (centered) rows of f(x), not on their directions. Cost: O(T D) time.
+    √D. The bound grows with |λ|. A gain γ after the norm multiplies the bound by min|γ|, and a bias does not
+    change the bound. Without a norm, the bound depends on μ(f(x)). With a norm, it depends only on the
+    lengths of the (centered) rows of f(x), not on their directions. Cost: O(T D) time.
     Source: this project; proof in docs/explanation/skip-bound.md.
 
     Args:
@@ -87,15 +88,15 @@ def min_lambda_for_spread(
     eps: float = 0.0,
     relative: bool = False,
 ) -> Float64[Tensor, "*batch"]:
-    r"""Return the smallest |λ| from which on `skip_bound` is at least a share of μ(x).
+    r"""Return the smallest |λ| from which `skip_bound` is always at least a given share of μ(x).
 
-    Formula: r + μ(f(x))/μ(x) without a norm, with the share r = ``keep_spread``. ``relative`` replaces μ by
+    Formula without a norm: r + μ(f(x))/μ(x), where r = ``keep_spread``. If ``relative``, μ is replaced by
     μ/‖·‖_F, which does not grow with the length of the states: (μ(f(x))/μ(x) + r·‖f(x)‖_F/‖x‖_F)/(1 − r).
-    With a norm, |λ| is found by bisection, and √D·μ(U) replaces μ(x) (equal if rows have norm √D; directions
-    U as in `skip_bound`).
-    Range: [r, ∞] without a norm: infinite if μ(x) = 0 < μ(f(x)), and r if both are 0. [0, ∞] with
-    ``relative``. (0, ∞] with a norm: infinite if all rows of x have the same direction, or if f(x) moves rows
-    of zeros too far.
+    With a norm, |λ| is found by bisection, and √D·μ(U) replaces μ(x), with the directions U of `skip_bound`.
+    Both are equal if the rows of x have norm √D.
+    Range without a norm: [r, ∞]; infinite if μ(x) = 0 < μ(f(x)), and r if both are 0. Range if ``relative``:
+    [0, ∞]. Range with a norm: (0, ∞]; infinite if all rows of x have the same direction, or if f(x) moves
+    rows of zeros too far.
     Cost: O(T D) time; with a norm, the search adds about 70 evaluations of the bound in O(T) time each.
     Source: this project; proof in docs/explanation/skip-bound.md.
 
@@ -106,7 +107,7 @@ def min_lambda_for_spread(
         mask: True for real tokens, False for padding; by default all tokens are real.
         norm: norm applied to the sum.
         eps: ε of the norm.
-        relative: True to bound μ divided by the norm of the states; only without a norm, for one λ per layer.
+        relative: True to bound μ divided by the norm of the states; not allowed with a norm.
 
     Raises:
         ShapeError: if the rows are not floating-point (…, T, D), or the mask is not Bool (…, T).
@@ -198,7 +199,7 @@ def _directions(x: Rows, branch: Rows, mask: Tensor | None, kind: Norm) -> Direc
         y, m = _centered(y).masked_fill(unknown[..., None], 0), _centered(m)
     radius = math.sqrt(x.shape[-1])
     lengths, moves = (vector_norm(rows, (-1,)) / radius for rows in (y, m))
-    moves = moves.masked_fill(unknown, math.inf)  # the directions of these rows are lost in rounding errors
+    moves = moves.masked_fill(unknown, math.inf)  # rounding hides these directions: any turn is possible
     units = safe_divide(y, radius * lengths[..., None], 0.0)
     mean = units.sum(-2) / real.sum(-1).clamp(min=1)[..., None]
     size = torch.linalg.vector_norm(mean, dim=-1)
@@ -233,7 +234,7 @@ def _constant(rows: Tensor) -> Tensor:
 
 
 def direction_unknown(rows: Tensor) -> Tensor:
-    """Return True for rows whose direction after centering is unknown, as entries differ only by rounding."""
+    """Return True for rows whose centered direction is unknown, because entries differ only by rounding."""
     rounding = rows.shape[-1] * torch.finfo(rows.dtype).eps
     largest = (rows - rows.mean(-1, keepdim=True)).abs().amax(-1)
     return (largest <= rounding * rows.abs().amax(-1)) & ~_constant(rows)

@@ -19,14 +19,14 @@ def uniform_rank(
     """Return the numerical rank of uniform attention: equal weights on all columns that a row sees.
 
     Without a mask all rows are equal, and the rank is 1. A mask alone increases the rank: under the causal
-    mask, row i has the entries 1/i up to column i. At δ = 0.01 the rank is 0.94 T at T = 64 and 0.15 T at T =
-    1,024.
+    mask, row i (counted from 1) has the entries 1/i up to column i. For δ = 0.01 and the causal mask, the
+    rank is 0.94 T at T = 64 and 0.15 T at T = 1,024.
 
     Formula: without a mask, M = 1 1ᵀ/S has one nonzero singular value, √(T/S). The causal M is the inverse of
-    a matrix B with i on the diagonal and −(i − 1) below it. So the σ_i ≥ δ of M correspond to eigenvalues ≤
-    1/δ² of the tridiagonal BᵀB, and the signs of its pivots count these (Sturm). Under a window, M is
-    decomposed.
-    Range: [0, min(T, S)]; at least 1 if δ ≤ 1 and T = S; NaN with a shorter window and T > 4,096.
+    a matrix B with i on the diagonal of row i and −(i − 1) below the diagonal. So each singular value ≥ δ of
+    M corresponds to an eigenvalue ≤ 1/δ² of the tridiagonal BᵀB. The signs of pivots count these eigenvalues
+    (Sturm). Under a window, the singular values of M are computed.
+    Range: [0, min(T, S)]; at least 1 if δ ≤ 1 and T = S. NaN if T > 4,096 and the window is shorter than T.
     Cost: O(T) time for the causal mask; one trial of `random_head_rank` with a window. Results are cached.
 
     Args:
@@ -59,11 +59,11 @@ def _causal(tokens: int, delta: float) -> int:
     """Return the numerical rank under the causal mask: the number of negative pivots of BᵀB − I/δ².
 
     The tridiagonal BᵀB, with B as in `uniform_rank`, has diagonal entries 2j², but T² at the end, and
-    −j(j + 1) next to the diagonal. A pivot of 0 is replaced by a tiny one. The count in floating point is
-    exact for a matrix whose entries differ from BᵀB by a few ulp (W. Kahan 1966; J. Demmel, "Applied
-    Numerical Linear Algebra", 5.3.4).
+    −j(j + 1) next to the diagonal. A pivot of 0 is replaced by a tiny negative number. The count in floating
+    point is exact for a matrix whose entries differ from BᵀB by a few ulp (W. Kahan 1966; J. Demmel,
+    "Applied Numerical Linear Algebra", 5.3.4).
     """
-    shift, count, beside, pivot = (1 / delta) * (1 / delta), 0, 0.0, 1.0  # δ² may underflow
+    shift, count, beside, pivot = (1 / delta) * (1 / delta), 0, 0.0, 1.0  # not 1/δ², because δ² may underflow
     for j in range(1, tokens + 1):
         pivot = (2.0 * j * j if j < tokens else float(j) * j) - shift - beside * beside / pivot
         pivot = pivot or -math.ulp(shift)

@@ -28,7 +28,7 @@ MIXERS: dict[str, type[Mixer]] = {
 
 
 def build_mixer(config: "ToSTConfig", layer: int) -> Mixer:
-    """Return the mixer of a layer, with arguments from the configuration's fields and ``mixer_options``."""
+    """Return the mixer of a layer; its arguments are fields and ``mixer_options`` of the configuration."""
     name = one_of(f"ToSTConfig `layer_types[{layer}]`", config.layer_types[layer], MIXERS)
     parameters = inspect.signature(MIXERS[name]).parameters
     options = config.mixer_options.get(name, {})

@@ -13,8 +13,8 @@ from rankwise.operators.base import compute_dtype
 class LinearAttention(Mixer):
     """Multi-head linear attention with the feature map φ(x) = elu(x) + 1.
 
-    The mixing matrix is M = diag(1/z)·(φ(Q)φ(K)ᵀ ⊙ mask), z the row sums, or z = 1 if rows are not
-    normalized. Without a causal mask, M has rank ≤ F. Masked tokens have weight 0 as sources.
+    The mixing matrix is M = diag(1/z)·(φ(Q)φ(K)ᵀ ⊙ mask). z are the row sums; if rows are not normalized,
+    z = 1. Without a causal mask, M has rank ≤ F. Masked tokens have weight 0 as sources.
     Cost: O(T F V) time and O(T (F + V)) memory per head; the decoding state has F (V + 1) numbers per head.
     Source: A. Katharopoulos et al., "Transformers are RNNs: Fast Autoregressive Transformers with Linear
     Attention", ICML 2020, equations 5, 7 and 9.
@@ -57,7 +57,7 @@ class LinearAttention(Mixer):
         self._add_output(num_heads * self.head_dim, hidden_size, bias, dropout)
 
     def state_size(self, tokens: int) -> int:
-        """Return H F (V + 1), the number of entries in two sums over tokens; independent of ``tokens``."""
+        """Return H F (V + 1), the number of entries in two sums, whatever the number of tokens is."""
         return self.num_heads * self.feature_dim * (self.head_dim + 1)
 
     def _mixing(
@@ -67,7 +67,7 @@ class LinearAttention(Mixer):
             split_heads(projection(hidden_states), self.num_heads)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        wide = compute_dtype(value.dtype)  # half precision would be too inaccurate for sums over all tokens
+        wide = compute_dtype(value.dtype)  # for sums over all tokens, half precision is too inaccurate
         query, key = F.elu(query.to(wide)) + 1, F.elu(key.to(wide)) + 1
         if mask is not None:
             key = key * mask[:, None, :, None]
@@ -84,8 +84,9 @@ def _with_state(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return queries, keys and values with one source token prepended per feature of the decoding state.
 
-    If z_n is the sum of feature n over earlier keys k, the source for feature n has the key z_n e_n (e_n:
-    unit vector) and the value Σ k_n v / z_n. Its product with any query equals the sum over earlier tokens.
+    Let z_n be the sum of feature n over earlier keys k, and e_n a unit vector. The source token of feature n
+    has the key z_n e_n and the value Σ k_n v / z_n, where v are earlier values. So all source tokens together
+    have the same effect on any query as the earlier tokens.
     """
     summed, weight = state
     seen = weight[..., None] > 0

@@ -21,7 +21,8 @@ from rankwise.operators import SelectiveMixing
 from rankwise.operators.base import compute_dtype
 
 TINY = 2.0**-60
-"""Step Δ of source tokens that represent a state: exp(−a·TINY) rounds to 1, and b / TINY cancels Δ."""
+"""Step Δ of source tokens that represent a state: exp(−a·TINY) rounds to 1, and b is divided by TINY. So the
+step neither decays nor scales the state."""
 
 
 class Mamba(RecurrentMixer):
@@ -83,7 +84,7 @@ class Mamba(RecurrentMixer):
         init.copy_(self.step_proj.bias, initial_step_bias(self.step_proj.bias))
 
     def state_size(self, tokens: int) -> int:
-        """Return the number of entries in the states of scan and convolution; independent of ``tokens``."""
+        """Return the number of entries in the states of scan and convolution, for any number of tokens."""
         return self.channels * (self.state_dim + self.convolution.reach)
 
     def _mixing(
@@ -98,7 +99,7 @@ class Mamba(RecurrentMixer):
         if mask is not None:
             step = step * mask[:, None]
         rate, value = -self.log_rate.to(wide).exp(), projected.mT[..., None]
-        if past is not None:  # each state feature n becomes a source token with b = e_n that does not decay
+        if past is not None:  # one source token per state feature; its step TINY causes no decay
             n = self.state_dim
             b = prepend_sources(torch.eye(n, dtype=wide, device=b.device) / TINY, b)
             c = prepend_sources(torch.zeros_like(b[..., :n, :]), c)
@@ -111,7 +112,7 @@ class Mamba(RecurrentMixer):
 
 
 def _final_state(b: Tensor, rate: Tensor, step: Tensor, value: Tensor) -> Float[Tensor, "B D N"]:
-    """Return the state after the last token; the loop over N features limits memory to B·D·T numbers."""
+    """Return the state after the last token, computed feature by feature to limit memory to B·D·T numbers."""
     time, sources = decay_to_end(step), value[..., 0].to(step.dtype) * step
     features = zip(b.unbind(-1), rate.unbind(-1), strict=True)
     return torch.stack([(sources * own_b * (a[:, None] * time).exp()).sum(-1) for own_b, a in features], -1)

@@ -72,12 +72,12 @@ class Mamba2(RecurrentMixer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw rates a uniformly from [1, 16], steps Δ log-uniformly from [0.001, 0.1], as released."""
+        """Draw rates a uniformly from [1, 16], and steps Δ log-uniformly from [0.001, 0.1], as released."""
         init.copy_(self.log_rate, torch.empty_like(self.log_rate).uniform_(1, 16).log())
         init.copy_(self.step_bias, initial_step_bias(self.step_bias))
 
     def state_size(self, tokens: int) -> int:
-        """Return the number of entries in the states of scan and convolution; independent of ``tokens``."""
+        """Return the number of entries in the states of scan and convolution, for any number of tokens."""
         return self.num_heads * self.state_dim * self.head_dim + sum(self.sizes) * self.convolution.reach
 
     def _mixing(

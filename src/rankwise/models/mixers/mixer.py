@@ -1,4 +1,4 @@
-"""Base class of token mixers (layers that mix tokens by a matrix M), helpers for masks and head widths."""
+"""Base class of token mixers (layers that mix tokens by a matrix M), and helpers for masks and heads."""
 
 from abc import ABC, abstractmethod
 from typing import NamedTuple
@@ -21,7 +21,7 @@ class MixerOutput(NamedTuple):
     output: Float[Tensor, "B T D"]
     """Mixed tokens, which the block adds to its skip connection."""
     state: MixerState | None = None
-    """Decoding state for the next call; None unless it was requested."""
+    """Decoding state for the next call. None if it was not requested, or the mixer has no state."""
 
 
 class MixingStep(NamedTuple):
@@ -30,7 +30,7 @@ class MixingStep(NamedTuple):
     Args:
         operator: mixing matrix M, (B, H, T, S).
         values: values that M multiplies, (B, H, S, V).
-        state: decoding state for the next call; None unless it was requested.
+        state: decoding state for the next call. None if it was not requested, or the mixer has no state.
     """
 
     operator: MixingOperator
@@ -42,8 +42,8 @@ class Mixer(nn.Module, ABC):
     """Base class of token mixers, which compute ``dropout(out_proj(concatenated heads of M @ values))``.
 
     `mixing_operator` and `mixing_values` take the arguments of `forward`, so that a recorded call can be
-    repeated. A decoding state is represented exactly by N source tokens before the T tokens: M is (T, N + T).
-    All mixers take ``bias`` for biases in their projections, and ``dropout``, the dropout rate of the output.
+    repeated. N source tokens before the T tokens represent a decoding state exactly; M is then (T, N + T).
+    All mixers take ``bias``, True for biases in projections, and ``dropout``, the dropout rate of the output.
     CONTRIBUTING says how to add a mixer.
     """
 
@@ -76,13 +76,13 @@ class Mixer(nn.Module, ABC):
         *,
         return_state: bool = False,
     ) -> MixerOutput:
-        """Return the mixed tokens, (B, T, D), and the next decoding state if it is requested.
+        """Return the mixed tokens, (B, T, D), and the next decoding state if ``return_state`` is True.
 
         Args:
             hidden_states: tokens of this call.
             attention_mask: 1 (or true) for real tokens; by default all tokens are real. A masked token does
                 not influence other tokens, and its own output has no meaning.
-            state: decoding state that an earlier call returned after the previous tokens.
+            state: decoding state that a call on the previous tokens returned.
             return_state: True to return the decoding state after the tokens of this call.
         """
         mask = token_mask(attention_mask, hidden_states)
@@ -125,14 +125,14 @@ class Mixer(nn.Module, ABC):
 
 
 def split_heads(x: Float[Tensor, "B T D"], heads: int) -> Float[Tensor, "B H T K"]:
-    """Split the last axis into H heads: (B, T, H·K) becomes (B, H, T, K)."""
+    """Return (B, T, H·K) as (B, H, T, K): the last axis is split into H heads."""
     return x.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
 def token_mask(
     attention_mask: Shaped[Tensor, "B T"] | None, hidden_states: Float[Tensor, "B T D"]
 ) -> Bool[Tensor, "B T"] | None:
-    """Return a boolean mask, or None; raise if the mask does not have one value per token of this call."""
+    """Return the mask as booleans, or None without a mask; raise if it does not fit the tokens."""
     if attention_mask is None:
         return None
     if attention_mask.shape != hidden_states.shape[:2]:
@@ -146,7 +146,7 @@ def token_mask(
 
 
 def as_bool_mask(attention_mask: Shaped[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
-    """Return a boolean mask; raise if a value that is known (see `values_known`) is neither 0 nor 1.
+    """Return the mask as booleans; raise if a value is known (see `values_known`) and neither 0 nor 1.
 
     Examples:
         >>> as_bool_mask(torch.tensor([[0.0, 1.0]])).tolist()
@@ -166,7 +166,7 @@ def as_bool_mask(attention_mask: Shaped[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
 
 
 def head_dim_of(subject: str, hidden_size: int, num_heads: int, head_dim: int | None) -> int:
-    """Return the head width: ``head_dim``, or D / H if it is None; raise if H does not divide D."""
+    """Return ``head_dim``; if it is None, return D / H, and raise if H does not divide D."""
     for name, size in {"hidden_size": hidden_size, "num_heads": num_heads, "head_dim": head_dim}.items():
         if size is not None:
             whole_number(f"{subject} `{name}`", size)

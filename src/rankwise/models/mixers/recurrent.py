@@ -16,7 +16,7 @@ STEPS = (0.001, 0.1)
 
 
 class RecurrentMixer(Mixer):
-    """Base class of causal mixers whose state has constant size; raise InputError if ``causal`` is False."""
+    """Base class of causal mixers whose state has constant size; ``causal=False`` raises InputError."""
 
     def __init__(self, causal: bool) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class ShortConvolution(nn.Conv1d):
         mask: Bool[Tensor, "B T"] | None = None,
         state: Float[Tensor, "B R C"] | None = None,
     ) -> tuple[Float[Tensor, "B T C"], Float[Tensor, "B R C"]]:
-        """Return the outputs, and the state: the last ``tokens − 1`` real inputs, with zeros in front.
+        """Return outputs and state: the last R real inputs (kernel size − 1), with zeros in front.
 
         Args:
             x: tokens of this call.
@@ -76,7 +76,7 @@ class ShortConvolution(nn.Conv1d):
         return take_tokens(self._convolve(line), (count - 1).clamp(min=0)), take_tokens(line, last)
 
     def _convolve(self, line: Tensor) -> Tensor:
-        """Return the convolution with SiLU of inputs that already include earlier tokens."""
+        """Return the convolution, followed by SiLU, of inputs that already include earlier tokens."""
         return F.silu(super().forward(line.mT)).mT
 
 
@@ -91,7 +91,7 @@ def with_state(
     log_decay: Float[Tensor, "B H T"],
     step: Float[Tensor, "B H T"],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return c, b, log-decay and step with a source token prepended for each feature of a decoding state."""
+    """Return c, b, log-decay and step, with a source token prepended per feature of the decoding state."""
     features = b.shape[-1]
     b = prepend_sources(torch.eye(features, dtype=b.dtype, device=b.device), b)
     c = prepend_sources(torch.zeros_like(b[..., :features, :]), c)
@@ -111,13 +111,13 @@ def final_state(
 def prepend_sources(
     states: Float[Tensor, "*A N F"], tokens: Float[Tensor, "*B T F"]
 ) -> Float[Tensor, "*C S F"]:
-    """Prepend N source tokens that represent a decoding state, in the dtype of ``tokens``."""
+    """Return tokens after N source tokens that represent a decoding state, in the dtype of ``tokens``."""
     lead = torch.broadcast_shapes(states.shape[:-2], tokens.shape[:-2])
     return torch.cat([states.to(tokens.dtype).expand(*lead, -1, -1), tokens], -2)
 
 
 def drop_state_rows(operator: MixingOperator, states: int) -> MixingOperator:
-    """Return an operator without its first ``states`` rows, which belong to the state's source tokens."""
+    """Return an operator without the first ``states`` rows, which belong to source tokens of a state."""
     if not states:
         return operator
     rows, columns = (

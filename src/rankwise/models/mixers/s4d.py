@@ -19,17 +19,18 @@ class S4D(RecurrentMixer):
     """S4D mixer: a convolution per channel over all earlier tokens, from N complex states with conjugates.
 
     Formula: ``M_d[t, s] = 2 Re Σ_n c_n (exp(Δ a_n) − 1)/a_n · exp((t − s) Δ a_n)`` for s ≤ t, independent of
-    the input. The skip connection D·x of the published layer is left out, because `Block` has a λ-skip. A
-    masked token adds nothing to the state, and does not count as a time step.
+    the input. Channel d has a step Δ, rates a_n and output weights c_n. The skip connection D·x of the
+    published layer is left out, because `Block` has a λ-skip. A masked token adds nothing to the state, and
+    does not count as a time step.
     Cost: O(T (N + log T)) time and O(T) memory per channel. A call with a state computes dense matrices, as
     `mixing_operator` does with padding between real tokens: O(T²) per sequence and channel. The state has 2 N
     numbers per channel, independent of T.
     Source: A. Gu, A. Gupta, K. Goel and C. Ré, "On the Parameterization and Initialization of Diagonal State
-    Space Models", NeurIPS 2022; initialized as its S4D-Lin.
+    Space Models", NeurIPS 2022, with the initialization S4D-Lin.
 
     Args:
         hidden_size: D, the model width and number of channels, which replace heads.
-        state_dim: N, number of complex states per channel, without conjugates.
+        state_dim: N, number of complex states per channel, not counting conjugates.
         causal: must be True.
 
     Examples:
@@ -68,13 +69,13 @@ class S4D(RecurrentMixer):
         init.normal_(self.read, std=0.5**0.5)
 
     def state_size(self, tokens: int) -> int:
-        """Return the number of real and imaginary parts of all states; independent of ``tokens``."""
+        """Return the number of real and imaginary parts of all states, for any number of tokens."""
         return 2 * self.channels * self.state_dim
 
     def _mix(
         self, hidden_states: Tensor, mask: Tensor | None, state: MixerState | None, return_state: bool
     ) -> tuple[Float[Tensor, "B D T 1"], MixerState | None]:
-        """Return M @ values by a convolution, before which padding moves behind the real tokens."""
+        """Return M @ values and the next state; before the convolution, padding moves to the end."""
         if mask is None or state is not None or _is_contiguous(mask):
             return super()._mix(hidden_states, mask, state, return_state)
         real_first = (~mask).long().argsort(dim=1, stable=True)
@@ -112,7 +113,7 @@ class S4D(RecurrentMixer):
         return MixingStep(DenseMixing(matrix, visible), value, final)
 
     def _system(self, wide: torch.dtype) -> tuple[Complex[Tensor, "D N"], Complex[Tensor, "D N"]]:
-        """Return Δ a and Δ c: exp(Δ a) multiplies the states at each token, and Δ c reads them."""
+        """Return Δ a and Δ c: exp(Δ a) multiplies the states at each token, and Δ c reads the states."""
         a = torch.complex(-self.log_rate.to(wide).exp(), self.frequency.to(wide))
         step = self.log_step.to(wide).exp()[:, None]
         return a * step, torch.view_as_complex(self.read.to(wide).contiguous()) * step
@@ -139,7 +140,7 @@ def _decay(turn: Complex[Tensor, "D N"], time: Int[Tensor, "B T"]) -> Complex[Te
 
 
 def _is_contiguous(mask: Bool[Tensor, "B T"]) -> bool:
-    """Return True if no sequence is known to have padding between real tokens, which would count as time."""
+    """Return True if it is known that no sequence has padding between real tokens."""
     starts = mask[:, 1:] & ~mask[:, :-1]
     return values_known(mask) and bool((starts.sum(1) + mask[:, 0] <= 1).all())
 
@@ -147,7 +148,7 @@ def _is_contiguous(mask: Bool[Tensor, "B T"]) -> bool:
 def _matrices(
     kernel: Float[Tensor, "D T"], count: Int[Tensor, "B T"], real: Bool[Tensor, "B T"]
 ) -> tuple[Float[Tensor, "B D T T"], Bool[Tensor, "B 1 T T"]]:
-    """Return M for the T tokens, with lags counted in real tokens, and the mask of its allowed entries."""
+    """Return M for the T tokens, with lags counted in real tokens, and a mask of the allowed entries of M."""
     lag = count[:, :, None] - count[:, None, :]
     visible = (torch.ones_like(lag, dtype=torch.bool).tril() & real[:, None, :])[:, None]
     matrix = kernel[:, lag.clamp(min=0)].movedim(0, 1)

@@ -1,4 +1,4 @@
-"""Softmax attention mixer, in which queries and keys may have another width than values."""
+"""Softmax attention mixer, whose queries and keys may have a different width than values."""
 
 import torch
 from jaxtyping import Bool, Float
@@ -12,20 +12,20 @@ from rankwise.operators import SoftmaxMixing
 
 
 class SoftmaxAttention(Mixer):
-    """Multi-head softmax attention, in which queries and keys may have another width than values.
+    """Multi-head softmax attention, whose queries and keys may have a different width than values.
 
     The mixing matrix is M = softmax(Q Kᵀ / √K_qk), with query width K_qk, and 0 at masked entries. A masked
     token reads itself, so that no row is empty.
-    Cost: O(T S) time per channel for S source tokens. Memory is O(S) per channel in a first call without
-    masked tokens, if PyTorch has a fused kernel for these widths; otherwise it is O(T S) per head. The state
-    grows with the number of tokens.
+    Cost: O(T S) time per channel for S source tokens, and O(T S) memory per head. A call without state and
+    masked tokens takes only O(S) memory per channel, if PyTorch has a fused kernel for these widths. The
+    state grows with the number of tokens.
 
     Args:
         hidden_size: D, the model width.
         num_heads: H, the number of heads.
         head_dim: width of each head's values; D / H by default.
         query_dim: width of each head's queries and keys; ``head_dim`` by default.
-        rotary_base: base of rotary position embeddings, usually 10,000; None for no positions.
+        rotary_base: base of rotary position embeddings, usually 10,000; None for no position embeddings.
         causal: True if each token reads only itself and earlier tokens.
 
     Examples:
@@ -75,8 +75,8 @@ class SoftmaxAttention(Mixer):
     def _mix(
         self, hidden_states: Tensor, mask: Tensor | None, state: MixerState | None, return_state: bool
     ) -> tuple[Float[Tensor, "B H T V"], MixerState | None]:
-        """Return M @ values by PyTorch's fused attention, and the next state."""
-        # `SoftmaxMixing @ values` would split values into parts of width K, and rejects empty axes.
+        """Return M @ values, computed by PyTorch's fused attention, and the next state."""
+        # Not `SoftmaxMixing @ values`, which splits values into parts of width K and rejects empty axes.
         query, key, value, valid, allowed = self._attention(hidden_states, mask, state)
         mixed = F.scaled_dot_product_attention(
             query, key, value, attn_mask=allowed, is_causal=allowed is None and self.causal
@@ -93,7 +93,7 @@ class SoftmaxAttention(Mixer):
     def _attention(
         self, hidden_states: Tensor, mask: Tensor | None, state: MixerState | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-        """Return queries, keys, values, flags of real tokens, and a mask (None if M is only causal)."""
+        """Return queries, keys, values, flags of real tokens, and a mask (None if only causality masks)."""
         real = hidden_states.new_ones(hidden_states.shape[:2], dtype=torch.bool)
         valid = real if mask is None else mask
         query, key, value = (
@@ -114,7 +114,7 @@ class SoftmaxAttention(Mixer):
         return query, key, value, valid, None if by_causality else self._allowed(valid, query.shape[2])
 
     def _allowed(self, valid: Bool[Tensor, "B S"], queries: int) -> Bool[Tensor, "B 1 T S"]:
-        """Return a mask: True if a query may read a source token; each query may read its own token."""
+        """Return a mask, True if a query may read a source token; a query may always read its own token."""
         source = torch.arange(valid.shape[1], device=valid.device)
         target = source[-queries:, None]
         visible = valid[:, None, None, :]

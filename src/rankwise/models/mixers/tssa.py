@@ -33,7 +33,7 @@ from rankwise.ops import TSSAOutput, TSSAState, half_lives, tssa
 from rankwise.ops.dispatch import IMPLEMENTATIONS
 
 HalfLife = int | float | Sequence[int | float | None] | Float64[Tensor, " H"]
-"""Half-life of all heads in tokens, or one per head; None for a head whose sums do not decay."""
+"""Half-life in tokens, one for all heads or one per head; None for a head whose sums do not decay."""
 
 
 class TokenStatisticsAttention(Mixer):
@@ -57,7 +57,7 @@ class TokenStatisticsAttention(Mixer):
         causal: True if each token reads only itself and earlier tokens; this changes the formula of TSSA.
         max_positions: number of positions with a learned bias, if causal; 0 for no bias.
         half_life: number of tokens after which a token counts half in the sums, per head, if causal. A head
-            with None or `math.inf` does not decay. None instead of a list means no decay.
+            with None or `math.inf` does not decay. None for the whole argument means that no head decays.
         conv_tokens: number of tokens that a convolution of w, c and b reads, if causal; 0 for no
             convolution, as released.
         features: F, number of features of a `MembershipScan`, if causal; 0 for no scan, as released.
@@ -93,7 +93,7 @@ class TokenStatisticsAttention(Mixer):
         one_of("TokenStatisticsAttention `impl`", impl, ("auto", *IMPLEMENTATIONS))
         self.num_heads, self.causal, self.impl = num_heads, causal, impl
         self.head_dim = head_dim_of("TokenStatisticsAttention", hidden_size, num_heads, head_dim)
-        # A tuple, because `model.half()` would round the half-lives in a buffer.
+        # Half-lives are a tuple and not a buffer, because `model.half()` would round a buffer.
         self.half_life = (
             None if half_life is None else check_half_life(type(self).__name__, half_life, num_heads, causal)
         )
@@ -125,7 +125,7 @@ class TokenStatisticsAttention(Mixer):
             nn.init.zeros_(self.position_bias)
 
     def state_size(self, tokens: int) -> int:
-        """Return the number of entries in sums, token counts, convolution state and scan state."""
+        """Return the number of entries in sums, token count, convolution state and scan state."""
         statistics = self.num_heads * (2 * self.head_dim + 1) + 1
         reach = 0 if self.convolution is None else self.convolution.reach
         features = 0 if self.scan is None else self.scan.features
@@ -134,7 +134,7 @@ class TokenStatisticsAttention(Mixer):
     def _mix(
         self, hidden_states: Tensor, mask: Tensor | None, state: MixerState | None, return_state: bool
     ) -> tuple[Float[Tensor, "B H T V"], MixerState | None]:
-        """Return M @ values by the kernels of `rankwise.ops.tssa`, and the next decoding state."""
+        """Return M @ values, computed by `rankwise.ops.tssa`, and the next decoding state."""
         call = self._run(hidden_states, mask, state)
         mixed, final = call.statistics.output.transpose(1, 2), [*(call.statistics.state or ()), *call.inputs]
         if self.scan is not None:
@@ -152,7 +152,7 @@ class TokenStatisticsAttention(Mixer):
         attention_mask: Shaped[Tensor, "B T"] | None = None,
         state: MixerState | None = None,
     ) -> Float[Tensor, "B T H"]:
-        """Return memberships Π: weights of the heads at each token, which sum to 1; 0 at padding."""
+        """Return memberships Π: weights of the heads at each token that sum to 1, or zeros at padding."""
         call = self._run(hidden_states, token_mask(attention_mask, hidden_states), state)
         return call.statistics.membership
 
@@ -178,7 +178,7 @@ class TokenStatisticsAttention(Mixer):
         width = self.num_heads * self.head_dim
         w, features = projected[..., :width].unflatten(-1, (self.num_heads, -1)), projected[..., width:]
         if mask is not None:
-            features = features.masked_fill(~mask[..., None], 0.0)  # a product would give 0 · NaN = NaN
+            features = features.masked_fill(~mask[..., None], 0.0)  # not a product, because 0 · NaN = NaN
         decay = None
         if self.half_life is not None:
             decay = torch.tensor(self.half_life, dtype=torch.float64, device=float64_device(w.device))
@@ -194,7 +194,7 @@ class _Call(NamedTuple):
     Args:
         statistics: result of `rankwise.ops.tssa`.
         features: c and b of the scan, (B, T, 2 H F); empty if there is no scan.
-        past: state of the scan before this call; None if there is none.
+        past: state of the scan before this call; None on the first call and without a scan.
         inputs: last inputs of the convolution; empty if there is no convolution.
     """
 
@@ -218,8 +218,8 @@ class MembershipScan(nn.Module):
     Args:
         heads: H, the number of heads.
         features: F, the number of features per head.
-        half_life: initial half-life of each head, in tokens with membership 1 / H, at most 1,024; None in the
-            list means 1,024. By default, half-lives are from 4 to 256 tokens on a logarithmic scale.
+        half_life: initial half-life of each head, in tokens with membership 1 / H. None in the list and
+            values above 1,024 become 1,024. By default, 4 to 256 tokens on a logarithmic scale.
     """
 
     def __init__(
@@ -250,7 +250,7 @@ class MembershipScan(nn.Module):
         """
         c, b, log_decay = self._scan(features, membership)
         values = mixed.to(b.dtype)
-        # `mixed` already has the factor Π, so the step is 1
+        # The step is 1, because `mixed` already has the factor Π.
         sources, step = values, torch.ones_like(log_decay)
         if past is not None:
             c, b, log_decay, step = with_state(c, b, log_decay, step)
@@ -264,7 +264,7 @@ class MembershipScan(nn.Module):
         membership: Float[Tensor, "B T H"],
         past: Float[Tensor, "B H F K"] | None,
     ) -> MixingOperator:
-        """Return the mixing matrix M for values without the factor Π; source tokens of a state come first."""
+        """Return the mixing matrix M for values without the factor Π; columns of a state come first."""
         (c, b, log_decay), step = self._scan(features, membership), membership.mT
         if past is None:
             return SumMixing(DiagonalMixing(step), SemiseparableMixing(c, b, log_decay, step))
