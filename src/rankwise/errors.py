@@ -1,4 +1,4 @@
-"""Error classes for users, and checks that raise them with subject, expected and actual value, and a fix."""
+"""Error classes for users, and checks that raise them with subject, expected and actual value, and fix."""
 
 import unicodedata
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ _CONTROL = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 
 
 class RankwiseError(ValueError):
-    """Base class of all errors that a user can fix; printed as "SUBJECT: expected X, got Y. FIX"."""
+    """Base class of all errors that a user can fix. Their text is "SUBJECT: expected X, got Y. FIX"."""
 
     def __init__(self, subject: str, *, expected: str, got: str, fix: str) -> None:
         self.subject, self.expected, self.got, self.fix = subject, expected, got, fix
@@ -79,7 +79,9 @@ def one_of(subject: str, value: T, known: Iterable[T], *, error: type[RankwiseEr
 def in_range(
     subject: str, value: int | float, interval: str, *, fix: str = "", error: type[RankwiseError] = InputError
 ) -> float:
-    """Return ``value`` if it is in an interval such as "(0, 1]" or "[0, inf)"; raise otherwise, also for NaN.
+    """Return ``value`` if it is in an interval such as "(0, 1]" or "[0, inf)"; otherwise raise an error.
+
+    NaN and booleans are in no interval.
 
     Examples:
         >>> in_range("`keep`", 0.5, "(0, 1]")
@@ -103,7 +105,9 @@ def whole_number(
     fix: str = "",
     error: type[RankwiseError] = InputError,
 ) -> int:
-    """Return ``value`` if it is an integer from ``least`` to ``most``; raise otherwise, also for a bool.
+    """Return ``value`` if it is an integer from ``least`` to ``most``; otherwise raise an error.
+
+    A boolean does not count as an integer. If ``most`` is None, there is no upper limit.
 
     Examples:
         >>> whole_number("`every`", 500)
@@ -177,7 +181,7 @@ def first_line(error: BaseException) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return text that suggests similar names and lists up to 24 known names; empty if ``known`` is empty.
+    """Return text that suggests similar names and lists up to 24 known names. Return "" without known names.
 
     Examples:
         >>> did_you_mean("COLAPSE", ["COLLAPSE", "SINK"])

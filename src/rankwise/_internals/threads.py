@@ -23,7 +23,7 @@ PARALLEL_BYTES = 2**29
 
 
 class _Inside(threading.local):
-    """Per Python thread: the number of torch threads before `one_thread`; 0 if `one_thread` is not active."""
+    """Number of torch threads before `one_thread`, per Python thread. It is 0 outside of `one_thread`."""
 
     threads = 0
 
@@ -31,7 +31,7 @@ class _Inside(threading.local):
 _inside = _Inside()
 _lock = threading.Lock()
 _limits: list[Any] = []
-"""One limit of numpy's BLAS per active `one_thread` of the process; the first knows the original number."""
+"""One limit of numpy's BLAS per active `one_thread`. The first stores the original number of threads."""
 
 
 @contextmanager
@@ -61,10 +61,10 @@ def one_thread() -> Iterator[None]:
 def map_threads(
     work: Callable[[Item], Answer], items: Sequence[Item], at_once: int | None = None
 ) -> list[Answer]:
-    """Return ``work(item)`` for all items, in order; each call runs on one thread, in the caller's grad mode.
+    """Return ``work(item)`` for all items, in order. Each call runs on one thread, in the caller's grad mode.
 
-    The number of parallel calls is torch's number of threads; nested calls run serially. The first error is
-    raised when the running calls have ended; the remaining items are skipped.
+    The number of parallel calls is at most torch's number of threads. Nested calls run serially. After an
+    error, the remaining items are skipped, and the error is raised when the running calls have ended.
 
     Args:
         work: function of one item, which must not modify data that other calls use.
@@ -94,11 +94,11 @@ def map_threads(
 
 
 def numpy_is_on_one_thread() -> bool:
-    """Return True if numpy's LAPACK is limited to one thread; numpy is then faster than torch."""
+    """Return True if numpy's LAPACK is limited to one thread, so that numpy is faster than torch."""
     return torch.get_num_threads() == 1 and bool(_limits) and bool(_blas().lib_controllers)
 
 
 @lru_cache(maxsize=1)
 def _blas() -> ThreadpoolController:
-    """Return the BLAS libraries of the process; the search for them takes milliseconds."""
+    """Return the BLAS libraries of the process, cached because the search takes milliseconds."""
     return ThreadpoolController().select(user_api="blas")

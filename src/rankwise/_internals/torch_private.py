@@ -1,6 +1,7 @@
 """Wrappers of private names of torch, so that a new version affects only this file.
 
-``test_torch_private.py`` tests each function, ``test_private_names.py`` that no other file uses such names.
+``test_torch_private.py`` tests each function. ``test_private_names.py`` tests that no other file uses private
+names.
 """
 
 import sys
@@ -27,7 +28,10 @@ def without_torch_function() -> AbstractContextManager[None]:
 
 
 def pop_mode(mode: TorchFunctionMode) -> int | None:
-    """Remove a function mode from torch's stack; return the number of modes below it, None if not found."""
+    """Remove a function mode from torch's stack; return the number of modes below the mode.
+
+    Return None if the mode is not in the stack.
+    """
     modes = _get_current_function_mode_stack()
     depth = max((index for index, other in enumerate(modes) if other is mode), default=None)
     if depth is not None:
@@ -85,13 +89,16 @@ def in_grad_transform() -> bool:
 
 
 def is_mapped(tensor: Tensor) -> bool:
-    """Return True for a tensor inside `torch.vmap`, which lacks the mapped axis."""
+    """Return True if a tensor is inside `torch.vmap`, so that it lacks the mapped axis."""
     return bool(torch._C._functorch.is_batchedtensor(tensor))
 
 
 @no_type_check
 def values_known(*tensors):
-    """Return True if Python can read the values of tensors (or None): not while compiling or in `vmap`."""
+    """Return True if Python can read the values of all tensors; arguments that are None are ignored.
+
+    Return False while compiling, in `vmap`, for meta tensors and for tensor subclasses.
+    """
     if torch.compiler.is_compiling():
         return False
     functorch = torch._C._functorch
@@ -148,16 +155,17 @@ def runs_compiled_eagerly() -> bool:
 
 
 def uncompiled() -> AbstractContextManager[Any]:
-    """Return a context manager in which functions that `torch.compile` compiled run step by step.
+    """Return a context manager in which compiled functions run eagerly, that is, uncompiled.
 
-    If the compiler is not imported, which is slow, nothing is compiled.
+    If the compiler has not been imported, no function is compiled. Then the context manager does nothing,
+    because importing the compiler would be slow.
     """
     imported = "torch._dynamo" in sys.modules
     return torch.compiler.set_stance("force_eager") if imported else nullcontext()
 
 
 def constant_when_traced(function: FunctionT) -> FunctionT:
-    """Return a function, marked so that `torch.compile` treats its result as a constant.
+    """Mark a function so that `torch.compile` treats its result as a constant; return the function.
 
     `torch.compiler.assume_constant_result` does the same, but imports the compiler, which is slow.
     """
@@ -188,7 +196,7 @@ def forward_hooks(module: nn.Module) -> list[object]:
 
 
 def remove_forward_hooks(module: nn.Module, wanted: Callable[[object], bool]) -> None:
-    """Remove the forward hooks for which ``wanted(hook)`` is True, and torch's notes on them."""
+    """Remove the forward hooks for which ``wanted(hook)`` is True, and torch's flags for these hooks."""
     hooks = {**module._forward_pre_hooks, **module._forward_hooks}
     for name, store in vars(module).items():
         if name.startswith(("_forward_hooks", "_forward_pre_hooks")):
@@ -216,19 +224,19 @@ def set_attribute(module: nn.Module, name: str, value: object) -> Callable[[], N
 def preserve_state(model: nn.Module) -> Iterator[None]:
     """Context manager in which a model works on copies of its buffers, and which restores its attributes.
 
-    Counters, caches, running statistics and hooks are afterwards as before, also those in lists, dicts, sets
-    and deques. So a first run that adds hooks and notes this in an attribute leaves neither. Tensors are not
-    written to, so the backward passes of earlier and of later operations stay valid. Content of other objects
-    is not restored, and nothing is if the model adds modules or parameters, as lazy modules do: attributes
-    say that it did. Cost: a copy of the buffers.
+    Counters, caches, running statistics and hooks are restored, also in lists, dicts, sets and deques. If a
+    first run adds hooks and notes this in an attribute, the hooks and the note are removed. The original
+    tensors are not written to, so the backward passes of earlier and later operations stay valid. The content
+    of other objects is not restored. Nothing is restored if the model adds modules or parameters, as lazy
+    modules do, because attributes record the addition. Cost: a copy of the buffers.
     """
-    special = (torch.jit.ScriptModule, nn.modules.lazy.LazyModuleMixin)  # these store state otherwise
+    special = (torch.jit.ScriptModule, nn.modules.lazy.LazyModuleMixin)  # these store state elsewhere
     modules = [module for module in model.modules() if not isinstance(module, special)]
     stores: list[Any] = [store for module in modules for store in (module._buffers, vars(module))]
     torch_names = ("_buffers", "_parameters", "_modules")
     held = [value for module in modules for name, value in vars(module).items() if name not in torch_names]
     stores += _containers(held, {}).values()
-    copies: dict[int, Tensor] = {}  # a tensor with two names stays one
+    copies: dict[int, Tensor] = {}  # a tensor with two names is copied once
 
     def parts() -> int:
         return len([*model.modules(), *model.parameters()])
@@ -238,10 +246,10 @@ def preserve_state(model: nn.Module) -> Iterator[None]:
         with without_torch_function():
             for store in stores:
                 for name, value in store.items() if isinstance(store, dict) else enumerate(store):
-                    if isinstance(store, set):  # its tensors are found by identity
+                    if isinstance(store, set):  # a set would not find copies
                         break
                     weight = isinstance(value, nn.Parameter)
-                    # attributes that require gradients are no state: FSDP1 holds views of freed storage
+                    # Tensors that require gradients are not state. FSDP1 keeps such views of freed storage.
                     if isinstance(value, Tensor) and not weight and not value.requires_grad:
                         copies.setdefault(id(value), like(value.clone(), value))
                         store[name] = copies[id(value)]
@@ -254,7 +262,7 @@ def preserve_state(model: nn.Module) -> Iterator[None]:
 
 
 def _containers(values: Iterable[Any], containers: dict[int, Any]) -> dict[int, Any]:
-    """Add the containers among values, and the containers inside them, to ``containers`` by `id`."""
+    """Add all containers among values, also nested containers, to ``containers`` by `id`; return the dict."""
     for value in values:
         if type(value) in (list, dict, OrderedDict, defaultdict, set, deque) and id(value) not in containers:
             containers[id(value)] = value
@@ -263,17 +271,20 @@ def _containers(values: Iterable[Any], containers: dict[int, Any]) -> dict[int, 
 
 
 def like(new: Tensor, old: Tensor) -> Tensor:
-    """Return a copy of a tensor with its class and attributes, which define masks such as `CausalBias`."""
-    if type(new) is Tensor and type(old) not in (Tensor, nn.Parameter):  # sparse tensors keep their class
+    """Return ``new``, a copy of the tensor ``old``, with the class and the attributes of ``old``.
+
+    Class and attributes define masks such as `CausalBias`.
+    """
+    if type(new) is Tensor and type(old) not in (Tensor, nn.Parameter):  # sparse copies have their class
         new = new.as_subclass(type(old))
-    for name, value in vars(old).items():  # a class that wraps tensors, such as DTensor, copies its own
+    for name, value in vars(old).items():  # copies of wrappers such as DTensor have their own
         vars(new).setdefault(name, value)
     return new
 
 
 @contextmanager
 def without_forward_hooks(model: nn.Module, wanted: Callable[[object], bool]) -> Iterator[None]:
-    """Context manager that disables hooks for which ``wanted(hook)`` is True, then restores all in order."""
+    """Context manager that disables hooks for which ``wanted(hook)`` is True, and then restores all hooks."""
     with ExitStack() as restored:
         for module in model.modules():
             for name in ("_forward_pre_hooks", "_forward_hooks"):
