@@ -26,7 +26,7 @@ TWICE = 0.25
 
 
 def _pressed(_: int, frame: FrameType | None) -> None:
-    """Handle Ctrl-C: the first press lets a command save results, the second stops this, the third exits.
+    """Handle Ctrl-C: the first press lets a command save results, the second ends saving, the third exits.
 
     The first press already exits if no command runs, or if Python is importing a module.
     """
@@ -87,7 +87,7 @@ def main() -> None:
         if status == INTERRUPTED and (_presses or isinstance(error, SystemExit)):
             with suppress(OSError):  # standard output may be a pipe that is closed already
                 sys.stdout.flush()
-            _leave()  # libraries may have turned KeyboardInterrupt into another exception
+            _leave()  # even if a library turned KeyboardInterrupt into another exception
         raise
 
 

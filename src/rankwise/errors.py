@@ -136,7 +136,7 @@ def instance_of(
 
 
 def need_package(name: str, subject: str, extra: str) -> ModuleType:
-    """Import and return an optional package; raise InputError with the pip command if it is missing."""
+    """Import and return an optional package. Raise InputError with the pip command if it is missing."""
     try:
         return import_module(name)
     except ImportError as error:
@@ -149,7 +149,7 @@ def need_package(name: str, subject: str, extra: str) -> ModuleType:
 
 
 def readable_file(path: str | Path, kind: str, *, fix: str = "Check the path.") -> bytes:
-    """Return the bytes of a file; raise InputError if it is missing, a folder or not readable."""
+    """Return the bytes of a file. Raise InputError if it is missing, a folder or not readable."""
     path = Path(path)
     try:
         return path.read_bytes()
@@ -187,7 +187,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
         >>> did_you_mean("COLAPSE", ["COLLAPSE", "SINK"])
         'Did you mean COLLAPSE? Known: COLLAPSE, SINK.'
     """
-    names = sorted(name for name in known if name)  # the root module has an empty name
+    names = sorted(name for name in known if name)  # omits the root module, whose name is empty
     near = get_close_matches(name, names, n=3, cutoff=0.6)
     guess = f"Did you mean {' or '.join(near)}?" if near else ""
     listing = f"Known: {', '.join(names[:24])}{' …' if len(names) > 24 else ''}." if names else ""

@@ -30,7 +30,7 @@ def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[st
 
 
 _report: list[Callable[[], Any]] = []
-"""Function that imports `rankwise.report`; empty until the package `rankwise` has connected it."""
+"""Function that imports `rankwise.report`. Empty until the package `rankwise` sets the function."""
 
 
 def connect_report(load: Callable[[], Any]) -> None:

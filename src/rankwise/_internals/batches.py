@@ -30,7 +30,7 @@ def second_argument(model: nn.Module) -> str:
 
 
 def check_batch(batch: Any, subject: str = "`batch`") -> None:
-    """Raise InputError if a value is not a batch with tokens, but for example a list of batches."""
+    """Raise InputError if a value, such as a list of batches or a DataLoader, is not a batch with tokens."""
     tensors = tensors_in(batch) if isinstance(batch, tuple) else tensors_of(batch).values()
     if not any(tensor.numel() for tensor in tensors):
         expected = "a batch with tokens: a dict of tensors, a tuple of tensors or a tensor"
@@ -110,7 +110,7 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
 def map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:
     """Apply a function to each value in nested dicts, lists and tuples; return the same nested structure."""
     if isinstance(value, Mapping):
-        mapped = copy(value) if isinstance(value, dict) else {}  # outputs of encoders keep their class
+        mapped = copy(value) if isinstance(value, dict) else {}  # keeps classes such as `BaseModelOutput`
         for key, item in value.items():
             mapped[key] = map_leaves(item, function)
         return mapped
@@ -167,7 +167,7 @@ def label_position(model: nn.Module) -> int | None:
 
 
 def takes_dict(model: nn.Module, batch: Mapping[str, Any]) -> bool:
-    """Return True if ``forward`` takes a dict: one argument is required, and no batch key is an argument."""
+    """Return True if ``forward`` takes a dict: it requires one argument, and no batch key is an argument."""
     required = [parameter for parameter in _positional(model) if parameter.default is parameter.empty]
     return len(required) == 1 and bool(batch) and not {*argument_names(model)} & {*batch}
 

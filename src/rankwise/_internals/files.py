@@ -32,14 +32,14 @@ def parse_json(text: str) -> Any:
     """
     try:
         content = json.loads(text)
-        json.dumps(content, ensure_ascii=False).encode()  # raises for half a surrogate pair, invalid in UTF-8
+        json.dumps(content, ensure_ascii=False).encode()  # raises for half a surrogate pair: invalid UTF-8
     except RecursionError:
         raise ValueError("lists or objects are nested too deeply") from None
     return content
 
 
 def writable_folder(folder: Path, option: str = "--out") -> None:
-    """Create a folder; raise InputError if it is not writable, before any time is spent on results."""
+    """Create a folder. Raise InputError if it is not writable, before any time is spent on results."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder):
@@ -50,7 +50,7 @@ def writable_folder(folder: Path, option: str = "--out") -> None:
 
 @contextmanager
 def locked(folder: Path, option: str = "--out") -> Iterator[None]:
-    """Context manager in which no other command writes into a folder. Raise InputError if a command does.
+    """Context manager that locks a folder for one command. Raise InputError if another command uses it.
 
     Windows and some network file systems have no such locks, so another command can still write.
     """
@@ -64,7 +64,7 @@ def locked(folder: Path, option: str = "--out") -> Iterator[None]:
         expected, got = "a folder that no other command uses", "a folder in use"
         fix = "Wait for the other command, or choose another name."
         raise InputError(f"{option} {folder}", expected=expected, got=got, fix=fix) from error
-    except OSError:  # some network file systems have no locks
+    except OSError:  # some network file systems have no locks, so continue without a lock
         pass
     try:
         yield
@@ -165,7 +165,7 @@ def write_files(folder: Path, write: Callable[[Path], object], subject: str) -> 
                 for name in names:
                     if (old / name).exists():
                         (old / name).replace(folder / name)
-                    elif not (new / name).exists():  # the new file was moved, without an old file
+                    elif not (new / name).exists():  # the moved file replaced no old file
                         (folder / name).unlink(missing_ok=True)
                 raise
     except (OSError, SafetensorError) as error:

@@ -21,7 +21,7 @@ TRACEBACK = "Run the model on this batch alone to see the whole traceback."
 
 
 def config_value(source: Any, *names: str, default: Any = None) -> Any:
-    """Return the first value under `names` that is not None in a configuration (of a model).
+    """Return the first value that is not None under `names` in a configuration or a model's configuration.
 
     Return ``default`` if there is no value, or if transformers raises because a value depends on the layer.
     """
@@ -39,7 +39,7 @@ def run_model(model: nn.Module, batch: Batch, *, seed: int | None = 0) -> Any:
 
     The model gets a copy of the batch and of its own buffers. Otherwise a cache, a counter or running
     statistics that the model writes would change the next run. Runs with the same ``seed`` draw the same
-    random numbers, so that only a change of the model changes the output. None means no seed.
+    random numbers, so that only a change of the model changes the output. With None, no seed is set.
 
     Raises:
         InputError: if a transformers model would read the second item of a tuple as a mask, or an object in
@@ -69,7 +69,7 @@ def batch_errors(
     model: nn.Module, batch: Any, fix: Callable[[nn.Module, Any, Exception], str] | None = None,
     subject: str = "`batch`",
 ) -> Iterator[None]:  # fmt: skip
-    """Context manager that raises `InputError` if a model fails on a batch; `fix` returns advice."""
+    """Context manager that raises `InputError`, with advice from `fix`, if a model fails on a batch."""
     try:
         yield
     except RankwiseError:
@@ -225,7 +225,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 class AddedHook(NamedTuple):
-    """Hook to add. Called with (module, args, kwargs) before a module, and also with the output after it."""
+    """Hook to add, called with (module, args, kwargs) before a module, or (…, kwargs, output) after it."""
 
     module: str
     kind: Literal["before", "after"]

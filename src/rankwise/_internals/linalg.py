@@ -31,8 +31,8 @@ def as_float64(values: Tensor) -> Float64[Tensor, "..."]:
 def unit_scale(values: Float64[Tensor, "..."], axes: tuple[int, ...]) -> Float64[Tensor, "..."]:
     """Return the largest power of two that does not exceed the largest absolute value along ``axes``.
 
-    Return 1 if all values are 0. The axes are kept with length 1. Division by a power of two is exact, and
-    squares of the quotients do not overflow.
+    The result is at least 2⁻¹⁰²², or 1 if all values are 0. The axes are kept with length 1. Division by a
+    power of two is exact, and squares of the quotients do not overflow.
     """
     largest = values.detach().abs().amax(axes, keepdim=True)
     power = (largest.view(torch.int64) & _EXPONENT_BITS).view(torch.float64)

@@ -17,7 +17,7 @@ MISSING = "–"
 
 
 Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
-"""Float field; NaN and infinity are written as null in JSON, and null is read as NaN."""
+"""Float field. NaN and infinity are written as null in JSON, and null is read as NaN."""
 
 
 def _positive(value: float) -> float:
@@ -72,7 +72,7 @@ class Address:
     head: Index | None = None
 
     def at(self, head: int | None) -> "Address":
-        """Return the address of another head of the same mixer call; None addresses the whole call."""
+        """Return the address of another head of the mixer call, or of the whole call if ``head`` is None."""
         return replace(self, head=head)
 
     @property

@@ -26,7 +26,7 @@ def check_delta(delta: float) -> None:
 
 @dataclass
 class Moments:
-    """Count, mean and M2 = Σ (x − mean)² of a stream of arrays, for each array entry; NaN is skipped.
+    """Count, mean and M2 = Σ (x − mean)² of a stream of arrays, for each array entry. NaN is skipped.
 
     An entry without values has mean 0. Results do not depend on the order of the arrays, up to rounding.
 

@@ -54,7 +54,7 @@ def one_thread() -> Iterator[None]:
         _inside.threads = 0
         with _lock:
             last = _limits.pop()
-            if not _limits:  # no other thread of the process is in such a block
+            if not _limits:  # no other Python thread is inside `one_thread`
                 last.restore_original_limits()
 
 

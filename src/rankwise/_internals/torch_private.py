@@ -28,10 +28,7 @@ def without_torch_function() -> AbstractContextManager[None]:
 
 
 def pop_mode(mode: TorchFunctionMode) -> int | None:
-    """Remove a function mode from torch's stack; return the number of modes below the mode.
-
-    Return None if the mode is not in the stack.
-    """
+    """Remove a function mode from torch's stack. Return the number of modes below it if it was found."""
     modes = _get_current_function_mode_stack()
     depth = max((index for index, other in enumerate(modes) if other is mode), default=None)
     if depth is not None:
@@ -246,10 +243,10 @@ def preserve_state(model: nn.Module) -> Iterator[None]:
         with without_torch_function():
             for store in stores:
                 for name, value in store.items() if isinstance(store, dict) else enumerate(store):
-                    if isinstance(store, set):  # a set would not find copies
+                    if isinstance(store, set):  # skip sets, which would not find copies of tensors
                         break
                     weight = isinstance(value, nn.Parameter)
-                    # Tensors that require gradients are not state. FSDP1 keeps such views of freed storage.
+                    # Skip tensors that require gradients: in FSDP1, they are views of freed storage.
                     if isinstance(value, Tensor) and not weight and not value.requires_grad:
                         copies.setdefault(id(value), like(value.clone(), value))
                         store[name] = copies[id(value)]
@@ -262,7 +259,7 @@ def preserve_state(model: nn.Module) -> Iterator[None]:
 
 
 def _containers(values: Iterable[Any], containers: dict[int, Any]) -> dict[int, Any]:
-    """Add all containers among values, also nested containers, to ``containers`` by `id`; return the dict."""
+    """Return ``containers`` after adding all containers among values, also nested containers, by `id`."""
     for value in values:
         if type(value) in (list, dict, OrderedDict, defaultdict, set, deque) and id(value) not in containers:
             containers[id(value)] = value
@@ -271,13 +268,10 @@ def _containers(values: Iterable[Any], containers: dict[int, Any]) -> dict[int, 
 
 
 def like(new: Tensor, old: Tensor) -> Tensor:
-    """Return ``new``, a copy of the tensor ``old``, with the class and the attributes of ``old``.
-
-    Class and attributes define masks such as `CausalBias`.
-    """
-    if type(new) is Tensor and type(old) not in (Tensor, nn.Parameter):  # sparse copies have their class
+    """Return the copy ``new`` with class and attributes of ``old``, which define a mask like `CausalBias`."""
+    if type(new) is Tensor and type(old) not in (Tensor, nn.Parameter):  # else `new` has the class
         new = new.as_subclass(type(old))
-    for name, value in vars(old).items():  # copies of wrappers such as DTensor have their own
+    for name, value in vars(old).items():  # keep attributes that wrappers such as DTensor copied
         vars(new).setdefault(name, value)
     return new
 
