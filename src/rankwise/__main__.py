@@ -1,6 +1,6 @@
-"""The command `rankwise`, also `python -m rankwise`. Ctrl-C ends it with one line and status 130.
+"""Run the command `rankwise` or `python -m rankwise`. Ctrl-C ends the command with one line and status 130.
 
-The handler for Ctrl-C is defined before slow imports, because importing PyTorch takes seconds.
+The handler for Ctrl-C is defined before PyTorch is imported, because this import takes seconds.
 """
 
 import codecs
@@ -20,13 +20,16 @@ _running = False
 _presses = 0
 _last = -1.0
 PLAIN = {"λ": "lambda", "μ": "mu", "×": "x", "≤": "<=", "≥": ">=", "→": "->", "−": "-", "–": "-", "…": "..."}
-"""What is printed for a character that the encoding of the terminal or pipe lacks; otherwise "?"."""
+"""Replacements of characters that a terminal or pipe cannot encode; other such characters become "?"."""
 TWICE = 0.25
-"""Signals within so many seconds are one press: `timeout -s INT` signals the process, then its group."""
+"""Seconds in which signals count as one press: `timeout -s INT` signals the process and then its group."""
 
 
 def _pressed(_: int, frame: FrameType | None) -> None:
-    """Handle Ctrl-C: the first lets the command save results, the second stops saving, the third exits."""
+    """Handle Ctrl-C: the first press lets a command save results, the second ends saving, the third exits.
+
+    The first press already exits if no command runs, or if Python is importing a module.
+    """
     global _presses, _last
     now = time.monotonic()
     if _presses and now - _last < TWICE:
@@ -40,7 +43,7 @@ def _pressed(_: int, frame: FrameType | None) -> None:
 def _leave() -> NoReturn:
     """End the process at once, because another Ctrl-C could interrupt Python's normal exit."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # the module may not be imported yet
+    # If this module is not imported yet, no folder was created, and `list` does nothing.
     getattr(sys.modules.get("rankwise.cli.output"), "remove_empty_folders", list)()
     with suppress(OSError):  # standard error may be closed
         os.write(2, b"rankwise: interrupted\n")
@@ -48,30 +51,30 @@ def _leave() -> NoReturn:
 
 
 def _is_importing(frame: FrameType | None) -> bool:
-    """Return True while Python imports a module: an error while PyTorch is imported can crash Python."""
+    """Return True while Python imports a module, because an error in PyTorch's import can crash Python."""
     while frame is not None and frame.f_code.co_filename != "<frozen importlib._bootstrap>":
         frame = frame.f_back
     return frame is not None
 
 
 def _plain(error: UnicodeError) -> tuple[str, int]:
-    """Return what is printed for characters that cannot be encoded, and the place after them."""
+    """Return replacements of characters that cannot be encoded, and the index after these characters."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     return "".join(PLAIN.get(sign, "?") for sign in error.object[error.start : error.end]), error.end
 
 
 def main() -> None:
-    """Run the command line with a handler for Ctrl-C, and with output that any encoding can hold."""
+    """Run the command line with a handler for Ctrl-C. Replace characters that the output cannot encode."""
     global _running
     codecs.register_error("plain", _plain)
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # None without a console
+        if isinstance(stream, io.TextIOWrapper):  # without a console, the stream is None
             stream.reconfigure(errors="plain")
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # under nohup SIGINT is ignored
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # under nohup, SIGINT stays ignored
         signal.signal(signal.SIGINT, _pressed)
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
-        # Threads that spin while they wait take the cores from each other if other programs use some of them.
+        # If other programs use some cores, waiting threads that spin would take cores from working threads.
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
     from rankwise.cli import main as run
 
@@ -84,7 +87,7 @@ def main() -> None:
         if status == INTERRUPTED and (_presses or isinstance(error, SystemExit)):
             with suppress(OSError):  # standard output may be a pipe that is closed already
                 sys.stdout.flush()
-            _leave()  # libraries may have turned KeyboardInterrupt into another exception
+            _leave()  # even if a library turned KeyboardInterrupt into another exception
         raise
 
 

@@ -1,4 +1,4 @@
-"""Error classes for users, and checks that raise them with subject, expected and actual value, and a fix."""
+"""Error classes for users, and checks that raise them with subject, expected and actual value, and fix."""
 
 import unicodedata
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ _CONTROL = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 
 
 class RankwiseError(ValueError):
-    """Base class of all errors that a user can fix; printed as "SUBJECT: expected X, got Y. FIX"."""
+    """Base class of all errors that a user can fix. Their text is "SUBJECT: expected X, got Y. FIX"."""
 
     def __init__(self, subject: str, *, expected: str, got: str, fix: str) -> None:
         self.subject, self.expected, self.got, self.fix = subject, expected, got, fix
@@ -79,7 +79,9 @@ def one_of(subject: str, value: T, known: Iterable[T], *, error: type[RankwiseEr
 def in_range(
     subject: str, value: int | float, interval: str, *, fix: str = "", error: type[RankwiseError] = InputError
 ) -> float:
-    """Return ``value`` if it is in an interval such as "(0, 1]" or "[0, inf)"; raise otherwise, also for NaN.
+    """Return ``value`` if it is in an interval such as "(0, 1]" or "[0, inf)"; otherwise raise an error.
+
+    NaN and booleans are in no interval.
 
     Examples:
         >>> in_range("`keep`", 0.5, "(0, 1]")
@@ -103,7 +105,9 @@ def whole_number(
     fix: str = "",
     error: type[RankwiseError] = InputError,
 ) -> int:
-    """Return ``value`` if it is an integer from ``least`` to ``most``; raise otherwise, also for a bool.
+    """Return ``value`` if it is an integer from ``least`` to ``most``; otherwise raise an error.
+
+    A boolean does not count as an integer. If ``most`` is None, there is no upper limit.
 
     Examples:
         >>> whole_number("`every`", 500)
@@ -132,7 +136,7 @@ def instance_of(
 
 
 def need_package(name: str, subject: str, extra: str) -> ModuleType:
-    """Import and return an optional package; raise InputError with the pip command if it is missing."""
+    """Import and return an optional package. Raise InputError with the pip command if it is missing."""
     try:
         return import_module(name)
     except ImportError as error:
@@ -145,7 +149,7 @@ def need_package(name: str, subject: str, extra: str) -> ModuleType:
 
 
 def readable_file(path: str | Path, kind: str, *, fix: str = "Check the path.") -> bytes:
-    """Return the bytes of a file; raise InputError if it is missing, a folder or not readable."""
+    """Return the bytes of a file. Raise InputError if it is missing, a folder or not readable."""
     path = Path(path)
     try:
         return path.read_bytes()
@@ -177,13 +181,13 @@ def first_line(error: BaseException) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return text that suggests similar names and lists up to 24 known names; empty if ``known`` is empty.
+    """Return text that suggests similar names and lists up to 24 known names. Return "" without known names.
 
     Examples:
         >>> did_you_mean("COLAPSE", ["COLLAPSE", "SINK"])
         'Did you mean COLLAPSE? Known: COLLAPSE, SINK.'
     """
-    names = sorted(name for name in known if name)  # the root module has an empty name
+    names = sorted(name for name in known if name)  # omits the root module, whose name is empty
     near = get_close_matches(name, names, n=3, cutoff=0.6)
     guess = f"Did you mean {' or '.join(near)}?" if near else ""
     listing = f"Known: {', '.join(names[:24])}{' …' if len(names) > 24 else ''}." if names else ""

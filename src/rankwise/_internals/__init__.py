@@ -1,4 +1,4 @@
-"""Lazy imports: names of a package are imported when they are first used, and reports when one is shown."""
+"""Lazy imports: import names of a package on first use, and `rankwise.report` when a report is shown."""
 
 import ast
 import sys
@@ -10,8 +10,8 @@ from typing import Any
 def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return the functions `__getattr__` and `__dir__` of a package that imports its names on first use.
 
-    The names are those that the package imports under ``if TYPE_CHECKING:``, where type checkers find them.
-    Python does not run this block, so it is read from the source.
+    The package imports the names under ``if TYPE_CHECKING:``, where type checkers find them. Python does not
+    run this block, so the names are read from the source.
     """
     module: Any = sys.modules[package]
     statements = ast.parse(module.__spec__.loader.get_source(package)).body
@@ -30,7 +30,7 @@ def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[st
 
 
 _report: list[Callable[[], Any]] = []
-"""Function that imports `rankwise.report`; empty until the package `rankwise` has connected it."""
+"""Function that imports `rankwise.report`. Empty until the package `rankwise` sets the function."""
 
 
 def connect_report(load: Callable[[], Any]) -> None:
@@ -39,6 +39,6 @@ def connect_report(load: Callable[[], Any]) -> None:
 
 
 def report_package() -> Any:
-    """Return the package `rankwise.report`, by which results of lower packages show themselves."""
+    """Return the package `rankwise.report`, which shows results of lower packages."""
     [load] = _report
     return load()

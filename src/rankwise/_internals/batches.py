@@ -18,10 +18,10 @@ LABELS = ("labels", "label", "targets", "target", "y")
 
 
 def second_argument(model: nn.Module) -> str:
-    """Return the name of a transformers model's second positional argument; empty if it expects labels there.
+    """Return the name of the second positional argument of a transformers model, which is usually a mask.
 
-    The second argument is usually a mask, and labels passed as a mask would silently hide tokens. For models
-    of other libraries the result is empty, because their second argument follows no convention.
+    Labels passed as a mask would silently hide tokens. Return "" if the second argument is for labels or does
+    not exist. Return "" for models of other libraries, because their second argument follows no convention.
     """
     if all(base.__name__ != "PreTrainedModel" for base in type(model).__mro__):
         return ""
@@ -30,7 +30,7 @@ def second_argument(model: nn.Module) -> str:
 
 
 def check_batch(batch: Any, subject: str = "`batch`") -> None:
-    """Raise if a value is not a batch with tokens: for example a list of batches, or a DataLoader."""
+    """Raise InputError if a value, such as a list of batches or a DataLoader, is not a batch with tokens."""
     tensors = tensors_in(batch) if isinstance(batch, tuple) else tensors_of(batch).values()
     if not any(tensor.numel() for tensor in tensors):
         expected = "a batch with tokens: a dict of tensors, a tuple of tensors or a tensor"
@@ -40,7 +40,7 @@ def check_batch(batch: Any, subject: str = "`batch`") -> None:
 
 
 def each_batch(batches: Iterable[Any], name: str = "batches") -> Iterator[Any]:
-    """Yield batches; raise if they are a single batch, if there are none, or if one is not a batch."""
+    """Yield batches. Raise InputError if ``batches`` is empty or a single batch, or an item is invalid."""
     number, several = 0, isinstance(batches, Iterable) and not isinstance(batches, Tensor | Mapping | str)
     for number, batch in enumerate(batches if several else (), 1):
         check_batch(batch, f"`{name}`, batch {number}")
@@ -60,7 +60,8 @@ def first_sequences(batch: Batch, count: int) -> Any:
     """Return a copy of a batch; if it is a dict, only its first ``count`` sequences are copied.
 
     In a dict the first axis of a tensor is the batch, by the convention of Hugging Face. In a tuple or a
-    plain tensor the first axis may be time, so these are copied whole. Raise if a cache would stay longer.
+    plain tensor the first axis may be time, so these are copied whole. Raise InputError if a dict contains an
+    object, such as a cache, that cannot be cut.
     """
     sequences = batch_size(batch) if isinstance(batch, Mapping) else None
 
@@ -107,9 +108,9 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:
-    """Return nested dicts, lists and tuples with every other value replaced by ``function(value)``."""
+    """Apply a function to each value in nested dicts, lists and tuples; return the same nested structure."""
     if isinstance(value, Mapping):
-        mapped = copy(value) if isinstance(value, dict) else {}  # `encoder_outputs` keep their class
+        mapped = copy(value) if isinstance(value, dict) else {}  # keeps classes such as `BaseModelOutput`
         for key, item in value.items():
             mapped[key] = map_leaves(item, function)
         return mapped
@@ -120,10 +121,11 @@ def map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def drop_unused_labels(model: nn.Module, batch: Any) -> tuple[Any, str]:
-    """Return a batch without the labels that ``forward`` does not accept, and a note on what became of items.
+    """Return a batch without the labels that ``forward`` does not accept, and a note on labels or on items.
 
     A key that ``forward`` does not accept is dropped if it is in `LABELS` or its value contains no tensor. In
-    a pair (x, y), y is dropped if it has one number per sequence and ``forward`` does not accept labels.
+    a pair (x, y), y is dropped if it has one number per sequence and ``forward`` does not accept labels. If
+    a tuple stays whole, the note names the arguments that its items become. Otherwise the note is "".
 
     Examples:
         >>> import torch
@@ -162,13 +164,13 @@ def _positional(model: nn.Module) -> list[inspect.Parameter]:
 
 
 def label_position(model: nn.Module) -> int | None:
-    """Return the position of the labels among the arguments of ``forward``; None if it takes none."""
+    """Return the position of the labels among ``forward``'s arguments. Return None if it takes no labels."""
     names = [parameter.name for parameter in _positional(model)]
     return next((position for position, name in enumerate(names) if position and name in LABELS), None)
 
 
 def takes_dict(model: nn.Module, batch: Mapping[str, Any]) -> bool:
-    """Return True if ``forward`` has one required argument and no argument with a name of the batch."""
+    """Return True if ``forward`` takes a dict: it requires one argument, and no batch key is an argument."""
     required = [parameter for parameter in _positional(model) if parameter.default is parameter.empty]
     return len(required) == 1 and bool(batch) and not {*argument_names(model)} & {*batch}
 

@@ -1,4 +1,4 @@
-"""Atomic writing of files, and the base of records with a file of their own; torch is not imported here."""
+"""Write files atomically, and save and load records. This module does not import torch, which is slow."""
 
 import json
 import os
@@ -24,7 +24,7 @@ R = TypeVar("R", bound="SavedRecord")
 
 
 def parse_json(text: str) -> Any:
-    """Return the content of JSON text; raise ValueError if it is invalid, nested too deeply or not Unicode.
+    """Return the content of JSON text. Raise ValueError if it is invalid, nested too deeply or not Unicode.
 
     Examples:
         >>> parse_json('{"layers": [1, null]}')
@@ -32,14 +32,14 @@ def parse_json(text: str) -> Any:
     """
     try:
         content = json.loads(text)
-        json.dumps(content, ensure_ascii=False).encode()  # raises for half a surrogate pair, invalid in UTF-8
+        json.dumps(content, ensure_ascii=False).encode()  # raises for half a surrogate pair: invalid UTF-8
     except RecursionError:
         raise ValueError("lists or objects are nested too deeply") from None
     return content
 
 
 def writable_folder(folder: Path, option: str = "--out") -> None:
-    """Create a folder; raise InputError if it is not writable, before any time is spent on results."""
+    """Create a folder. Raise InputError if it is not writable, before any time is spent on results."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder):
@@ -50,7 +50,10 @@ def writable_folder(folder: Path, option: str = "--out") -> None:
 
 @contextmanager
 def locked(folder: Path, option: str = "--out") -> Iterator[None]:
-    """Context manager in which no other command writes into a folder; Windows has no such locks."""
+    """Context manager that locks a folder for one command. Raise InputError if another command uses it.
+
+    Windows and some network file systems have no such locks, so another command can still write.
+    """
     if fcntl is None:
         yield
         return
@@ -61,7 +64,7 @@ def locked(folder: Path, option: str = "--out") -> Iterator[None]:
         expected, got = "a folder that no other command uses", "a folder in use"
         fix = "Wait for the other command, or choose another name."
         raise InputError(f"{option} {folder}", expected=expected, got=got, fix=fix) from error
-    except OSError:  # some network file systems have no locks
+    except OSError:  # some network file systems have no locks, so continue without a lock
         pass
     try:
         yield
@@ -88,7 +91,7 @@ def check_unused(folder: Path, option: str = "--out", fix: str = "Choose another
 
 
 def set_default_mode(file: Path) -> None:
-    """Set the mode of a new file by the umask: safetensors writes files that only their owner can read."""
+    """Set the mode of a new file from the umask, because only the owner can read what safetensors writes."""
     umask = os.umask(0o077)  # the umask can only be read by setting it
     os.umask(umask)
     file.chmod(0o666 & ~umask)
@@ -97,11 +100,11 @@ def set_default_mode(file: Path) -> None:
 def write_file(
     path: str | Path, content: str | Callable[[Path], object], subject: str, in_folder: str = ""
 ) -> Path:
-    """Write a file under a temporary name, then rename it; return its path.
+    """Write a file under a temporary name, then rename the file; return its path.
 
     Readers find either the old or the complete new file. After a full disk or Ctrl-C the old file remains.
-    Missing folders are created. ``content`` is text, or a function that writes the file to the path that it
-    gets as argument; ``in_folder`` names the file if ``path`` is an existing folder.
+    Missing folders are created. ``content`` is text, or a function that writes the file to a given path. If
+    ``path`` is an existing folder, the file in this folder is named ``in_folder``.
 
     Examples:
         >>> import tempfile
@@ -138,10 +141,10 @@ def write_file(
 
 
 def write_files(folder: Path, write: Callable[[Path], object], subject: str) -> list[Path]:
-    """Write several files into a folder, all or none; return their paths. Other files in it are kept.
+    """Write several files into a folder, either all or none; return their paths.
 
-    ``write`` writes them to a hidden folder, its argument; they are then moved into ``folder``, which is
-    created if it is missing. After an error or Ctrl-C the old files are restored.
+    ``write`` gets a hidden folder and writes the files there. Then the files are moved into ``folder``, which
+    is created if it is missing. Other files are kept. After an error or Ctrl-C the old files are restored.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -162,7 +165,7 @@ def write_files(folder: Path, write: Callable[[Path], object], subject: str) -> 
                 for name in names:
                     if (old / name).exists():
                         (old / name).replace(folder / name)
-                    elif not (new / name).exists():  # it was moved already, and there was no old file
+                    elif not (new / name).exists():  # the moved file replaced no old file
                         (folder / name).unlink(missing_ok=True)
                 raise
     except (OSError, SafetensorError) as error:
@@ -181,7 +184,7 @@ class WithPage:
     """Result that `rankwise.report` shows as an HTML page."""
 
     def to_html(self, path: str | Path) -> Path:
-        """Write one self-contained HTML file, in an existing folder as ``index.html``; return the path.
+        """Write one self-contained HTML file, named ``index.html`` if ``path`` is a folder; return its path.
 
         Raises:
             InputError: if the file cannot be written.
@@ -192,20 +195,20 @@ class WithPage:
 
 
 class SavedRecord(Record, WithPage):
-    """Base class of records with a file of their own, by default ``NOUN.json`` in a folder, and a page.
+    """Base class of records that are saved as JSON, by default in ``NOUN.json``, and shown as an HTML page.
 
     A subclass has the fields ``format``, which is "rankwise-NOUN", and ``schema_version``.
     """
 
     _command: ClassVar[str] = ""
-    """Command that writes such files; empty if its name is NOUN."""
+    """Command that writes such files. If this is "", the command is named NOUN."""
 
     @classmethod
     def _noun(cls) -> str:
         return str(cls.model_fields["format"].default).removeprefix("rankwise-")
 
     def save(self, path: str | Path) -> Path:
-        """Write JSON, in an existing folder as ``audit.json``, ``plan.json``, …; return the path.
+        """Write a JSON file (``audit.json``, ``plan.json``, … if ``path`` is a folder); return its path.
 
         Raises:
             InputError: if the file cannot be written.
@@ -215,7 +218,7 @@ class SavedRecord(Record, WithPage):
 
     @classmethod
     def load(cls: type[R], path: str | Path) -> R:
-        """Return the record in a file, or in ``audit.json``, ``plan.json``, … of a folder.
+        """Return the record in a file. If ``path`` is a folder, read ``audit.json``, ``plan.json``, … in it.
 
         Raises:
             InputError: if the file cannot be read.

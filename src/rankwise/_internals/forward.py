@@ -21,9 +21,9 @@ TRACEBACK = "Run the model on this batch alone to see the whole traceback."
 
 
 def config_value(source: Any, *names: str, default: Any = None) -> Any:
-    """Return the first value that a configuration, or the configuration of a model, has under `names`.
+    """Return the first value that is not None under `names` in a configuration or a model's configuration.
 
-    A value that depends on the layer, which transformers raises for, counts as missing.
+    Return ``default`` if there is no value, or if transformers raises because a value depends on the layer.
     """
     config = getattr(source, "config", None) if isinstance(source, nn.Module) else source
     try:
@@ -35,11 +35,11 @@ def config_value(source: Any, *names: str, default: Any = None) -> Any:
 def run_model(model: nn.Module, batch: Batch, *, seed: int | None = 0) -> Any:
     """Call ``model(**batch)`` for a dict, ``model(*batch)`` for a tuple or list, otherwise ``model(batch)``.
 
-    A dict is passed as one argument if ``forward`` takes one, as that of sentence-transformers does.
+    A dict is passed as one argument if ``forward`` takes a dict, as in sentence-transformers.
 
-    The model gets a copy of the batch and of its own buffers: a cache, a counter or running statistics that
-    the model writes would otherwise change the next run. Runs of equal ``seed`` draw the same random numbers,
-    so that a change of the output is due to a change of the model; None leaves them to the process.
+    The model gets a copy of the batch and of its own buffers. Otherwise a cache, a counter or running
+    statistics that the model writes would change the next run. Runs with the same ``seed`` draw the same
+    random numbers, so that only a change of the model changes the output. With None, no seed is set.
 
     Raises:
         InputError: if a transformers model would read the second item of a tuple as a mask, or an object in
@@ -69,7 +69,7 @@ def batch_errors(
     model: nn.Module, batch: Any, fix: Callable[[nn.Module, Any, Exception], str] | None = None,
     subject: str = "`batch`",
 ) -> Iterator[None]:  # fmt: skip
-    """Context manager that raises `InputError` if a model does not run on a batch; `fix` returns the fix."""
+    """Context manager that raises `InputError`, with advice from `fix`, if a model fails on a batch."""
     try:
         yield
     except RankwiseError:
@@ -84,7 +84,7 @@ def batch_errors(
 
 
 def tower_hint(model: nn.Module, batch: Any, error: Exception) -> str:
-    """Return the fix if a model of texts and images, such as CLIP, got only one of them; otherwise ""."""
+    """Return advice if a model of texts and images, such as CLIP, got only texts or images; otherwise ""."""
     towers = {"input_ids": "text_model", "pixel_values": "vision_model"}
     given = [tower for name, tower in towers.items() if name in tensors_of(batch)]
     missing = isinstance(error, AttributeError | TypeError | ValueError) and len(given) == 1
@@ -95,7 +95,7 @@ def tower_hint(model: nn.Module, batch: Any, error: Exception) -> str:
 
 
 def out_of_memory(error: BaseException | None) -> bool:
-    """Return True if an error, or one that it was raised from, reports a lack of memory on any device."""
+    """Return True if an error, or an error that caused it, reports a lack of memory on any device."""
     if error is None or isinstance(error, MemoryError | torch.OutOfMemoryError):
         return error is not None
     words = str(error).lower() if isinstance(error, RuntimeError) else ""
@@ -108,7 +108,7 @@ def _fresh(batch: Any) -> Any:
 
     def fresh(value: Any) -> Any:
         try:
-            return deepcopy(value, copies)  # the same tensor or object twice stays the same
+            return deepcopy(value, copies)  # a tensor or object that occurs twice is copied once
         except Exception as error:
             raise InputError(
                 f"{type(value).__name__} in the batch",
@@ -126,7 +126,7 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
     """Context manager that sets a model to evaluation mode, then restores the mode of every module.
 
     Some modules override ``train(mode)``, such as LoRA layers that merge weights for evaluation. The method
-    ``train`` of these modules is called at the end, so that they undo the merge.
+    ``train`` of these modules is called at the end, which undoes the merge.
     """
     modes = [(module, module.training) for module in model.modules()]
     try:
@@ -157,7 +157,7 @@ def overrides_train(module: nn.Module) -> bool:
 def fresh_autocast_cache() -> Iterator[None]:
     """Context manager that clears the cache of ``torch.autocast`` before and after its block.
 
-    A cached low-precision weight may be out of date. If cached without gradients, it also blocks gradients.
+    A cached low-precision weight may be out of date. A weight cached without gradients also blocks gradients.
     """
     torch.clear_autocast_cache()
     try:
@@ -168,7 +168,7 @@ def fresh_autocast_cache() -> Iterator[None]:
 
 @contextmanager
 def preserve_random_state(model: nn.Module, seed: int | None = None) -> Iterator[Callable[[], bool]]:
-    """Context manager that restores the random states of torch, on the devices of a model, NumPy and Python.
+    """Context manager that restores the random states of torch (on a model's devices), NumPy and Python.
 
     With ``seed``, the block begins in the states of this seed. Yield a function that returns True if random
     numbers were drawn from torch.
@@ -187,7 +187,7 @@ def preserve_random_state(model: nn.Module, seed: int | None = None) -> Iterator
     try:
         with torch.random.fork_rng(indices, device_type=kind):
             if seed is not None:
-                torch.default_generator.manual_seed(seed)  # `torch.manual_seed` seeds every device
+                torch.default_generator.manual_seed(seed)  # `torch.manual_seed` would seed every device
                 for device in devices:
                     state = torch.Generator(device).manual_seed(seed).get_state()
                     module.set_rng_state(state, device.index or 0)
@@ -202,9 +202,9 @@ def preserve_random_state(model: nn.Module, seed: int | None = None) -> Iterator
 
 @contextmanager
 def in_float32(model: nn.Module) -> Iterator[None]:
-    """Context manager in which half-precision weights and buffers are float32, then the same tensors again.
+    """Context manager that converts half-precision weights and buffers to float32, then restores them.
 
-    Cost: twice the memory of these tensors, in addition.
+    Cost: additional memory, twice the size of these tensors.
     """
     half = (torch.float16, torch.bfloat16)
     tensors = [tensor for tensor in chain(model.parameters(), model.buffers()) if tensor.dtype in half]
@@ -219,13 +219,13 @@ def in_float32(model: nn.Module) -> Iterator[None]:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return the device of a model's first weight or buffer that is not on "meta"; CPU if there is none."""
+    """Return the device of a model's first weight or buffer that is not on "meta", otherwise the CPU."""
     tensors = chain(model.parameters(), model.buffers()) if isinstance(model, nn.Module) else ()
     return next((tensor.device for tensor in tensors if tensor.device.type != "meta"), torch.device("cpu"))
 
 
 class AddedHook(NamedTuple):
-    """Hook to add: called as ``hook(module, args, kwargs)`` before a module, or with ``output`` after it."""
+    """Hook to add, called with (module, args, kwargs) before a module, or (…, kwargs, output) after it."""
 
     module: str
     kind: Literal["before", "after"]
@@ -237,7 +237,7 @@ class AddedHook(NamedTuple):
 class Change:
     """Reversible change of a model: replaced modules, new attribute values and added hooks.
 
-    As a context manager, it changes the model for one block of code. The keys are module paths as in
+    Used as a context manager, a change lasts for one block of code. Its keys are module paths as in
     ``named_modules()``, with "" for the model. A path may lead into a module that the same change inserts.
 
     Examples:
@@ -288,7 +288,7 @@ class Change:
 
 
 def without_copies(model: Any) -> Any:
-    """Return the model inside a wrapper of DDP or `torch.nn.DataParallel`; any other model unchanged.
+    """Return the model inside a wrapper of DDP or `torch.nn.DataParallel`; return any other model unchanged.
 
     The wrapper hides the model's arguments and structure, and DDP waits for other processes.
     """

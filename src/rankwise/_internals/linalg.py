@@ -10,14 +10,15 @@ MATRIX = (-2, -1)
 """The two axes of a matrix: rows and columns."""
 
 SQUARES = 2.0**450
-"""Norms between 1/SQUARES and SQUARES need no scaling: squares that underflow are below 2⁻¹²² · norm²."""
+"""Norms between 1/SQUARES and SQUARES need no scaling: squares do not overflow, and squares that underflow
+are negligible, because they are below 2⁻¹²² · norm²."""
 
 
 def float64_device(device: torch.device) -> torch.device:
-    """Return a device, or the CPU if the device does not have float64, as MPS."""
+    """Return the device, or the CPU if the device, such as MPS, does not have float64."""
     try:
         torch.empty((), dtype=torch.float64, device=device)
-    except TypeError:  # as torch raises on MPS; other errors are errors of the device
+    except TypeError:  # torch raises this on MPS; other errors are faults of the device
         return torch.device("cpu")
     return device
 
@@ -28,10 +29,10 @@ def as_float64(values: Tensor) -> Float64[Tensor, "..."]:
 
 
 def unit_scale(values: Float64[Tensor, "..."], axes: tuple[int, ...]) -> Float64[Tensor, "..."]:
-    """Return the power of two just below the largest absolute value along ``axes``; 1 if all values are 0.
+    """Return the largest power of two that does not exceed the largest absolute value along ``axes``.
 
-    The axes are kept with length 1. Division by a power of two is exact, and squares of the quotients do not
-    overflow.
+    The result is at least 2⁻¹⁰²², or 1 if all values are 0. The axes are kept with length 1. Division by a
+    power of two is exact, and squares of the quotients do not overflow.
     """
     largest = values.detach().abs().amax(axes, keepdim=True)
     power = (largest.view(torch.int64) & _EXPONENT_BITS).view(torch.float64)
@@ -48,7 +49,7 @@ def norm(values: Float64[Tensor, "..."], axes: tuple[int, ...]) -> Float64[Tenso
 
 
 def ratio(share: Float64[Tensor, "..."], whole: Float64[Tensor, "..."]) -> Float64[Tensor, "..."]:
-    """Return ``part / whole``, and 0 where ``whole`` is 0."""
+    """Return ``share / whole`` where ``whole`` is above 0, and 0 elsewhere."""
     return torch.where(whole > 0, share / torch.where(whole > 0, whole, 1.0), 0.0)
 
 

@@ -1,4 +1,4 @@
-"""Parameter groups of optimizers: the weights that decay, and those that do not."""
+"""Parameter groups for optimizers: weights with weight decay, and weights without weight decay."""
 
 import re
 from collections.abc import Iterator
@@ -13,17 +13,18 @@ MATRIX_LAYERS = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d)
 """Layers whose weights are matrices even if FSDP has flattened them."""
 
 WEIGHT_NAME = re.compile("weight(?!_g$)|_proj$")
-"""Part of the names of matrices: ``weight``, LSTM's ``weight_ih_l0``, and ``down_proj`` of experts; not the
-lengths of rows that the old weight norm keeps."""
+"""Pattern of the names of matrices: ``weight``, LSTM's ``weight_ih_l0``, and ``down_proj`` of experts. The
+pattern excludes ``weight_g``, the row lengths of the old weight norm."""
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Return the trainable parameters in two groups for an optimizer: with and without weight decay.
 
     Matrices that multiply tokens get weight decay: weights of linear layers, convolutions, embeddings,
-    recurrent layers, attention and experts, also if parametrized (as by weight norm). λ, scales, norms (with
-    "Norm" in the class name), biases, temperatures, decay rates, matrices whose name has no ``weight``
-    and parameters marked ``_no_weight_decay`` get none. A shared parameter is listed once.
+    recurrent layers, attention and experts, also if parametrized (as by weight norm). Other parameters get no
+    weight decay: λ, scales, norms (with "Norm" in the class name), biases, temperatures, decay rates,
+    matrices whose name has no ``weight`` and does not end in ``_proj``, and parameters marked
+    ``_no_weight_decay``. A shared parameter is listed once.
 
     Args:
         weight_decay: weight decay of the first group, at least 0; it is 0 in the second group.
@@ -53,19 +54,26 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield a module's own parameters, and those of its parametrized tensors under the tensor's name."""
+    """Yield the (name, parameter) pairs of a module.
+
+    Sources of a parametrized tensor have the tensor's name; vectors, such as the row lengths of weight norm,
+    are omitted.
+    """
     yield from module.named_parameters(recurse=False)
     if parametrize.is_parametrized(module):
         for name, sources in module.parametrizations.items():  # type: ignore[operator, union-attr]
             yield from (
                 (name, source)
                 for source in sources.parameters(recurse=False)
-                if source.numel() > max(source.shape, default=0)  # not the lengths of rows of weight norm
+                if source.numel() > max(source.shape, default=0)  # omits the row lengths of weight norm
             )
 
 
 def _is_matrix(module: nn.Module, weight: nn.Parameter) -> bool:
-    """Return True if a weight maps vectors to vectors; weights of norms only scale, however many axes."""
+    """Return True if a weight maps vectors to vectors, and is not marked to have no weight decay.
+
+    Weights of norms only scale vectors, even if they have several axes.
+    """
     if getattr(weight, "_no_weight_decay", False):
         return False
     return isinstance(module, MATRIX_LAYERS) or (weight.ndim > 1 and "Norm" not in type(module).__name__)

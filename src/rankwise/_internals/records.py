@@ -1,4 +1,4 @@
-"""Addresses in a model, and the base of records (results saved as JSON); torch is not imported here."""
+"""Addresses in a model, and the base of records (results saved as JSON). Torch is not imported here."""
 
 import math
 from collections.abc import Callable, Hashable, Iterable
@@ -13,11 +13,11 @@ K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 
 MISSING = "–"
-"""Text for a number that is not finite; not "0", because an unknown number is not a small number."""
+"""Text for a number that is not finite. It is not "0", because an unknown number is not a small number."""
 
 
 Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
-"""Float field; NaN and infinity are written as null in JSON, and null is read as NaN."""
+"""Float field. NaN and infinity are written as null in JSON, and null is read as NaN."""
 
 
 def _positive(value: float) -> float:
@@ -27,10 +27,10 @@ def _positive(value: float) -> float:
 
 
 Size = Annotated[Number, AfterValidator(_positive)]
-"""Mean number of rows or columns over sequences, above 0; NaN if no sequence has any."""
+"""Mean number of rows or columns per sequence, above 0. NaN if no sequence has rows or columns."""
 
 Count = Annotated[int, Field(ge=0, lt=2**53)]
-"""Count, or index from 0; below 2⁵³, because JSON readers may round larger integers."""
+"""Count, or index from 0. The limit is 2⁵³, because JSON readers may round larger integers."""
 
 
 class Record(BaseModel):
@@ -72,7 +72,7 @@ class Address:
     head: Index | None = None
 
     def at(self, head: int | None) -> "Address":
-        """Return the address of another head of the same mixer call; None addresses the whole call."""
+        """Return the address of another head of the mixer call, or of the whole call if ``head`` is None."""
         return replace(self, head=head)
 
     @property
@@ -110,9 +110,9 @@ def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
 
 
 def format_number(value: float, digits: int | None = None) -> str:
-    """Return a number with some decimals, by default three significant digits; a dash if it is not finite.
+    """Return a number as text with ``digits`` decimals, by default with three significant digits.
 
-    Scientific notation is used if the number would round to 0.
+    Return a dash if the number is not finite. Scientific notation is used if the number would round to 0.
 
     Examples:
         >>> format_number(0.6321), format_number(0.6321, 2), format_number(0.00004, 2)

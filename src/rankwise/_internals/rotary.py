@@ -11,7 +11,7 @@ from rankwise._internals.linalg import as_float64
 
 ROPE_BASE = 10_000.0
 Pairing = Literal["halves", "neighbors"]
-"""Which channels are pair i of P pairs: "halves" is (i, i + P), "neighbors" is (2i, 2i + 1)."""
+"""Rule for the channels of pair i of P pairs: (i, i + P) for "halves", (2i, 2i + 1) for "neighbors"."""
 RopeLayout = Literal["halves", "pairs", "pairs of halves", "halves, short"]
 """Layout of the cos and sin that a model computes: per channel ("halves", "pairs"), per pair and repeated
 ("pairs of halves"), or once per pair ("halves, short"). Saved files contain these names."""

@@ -12,21 +12,21 @@ from rankwise.errors import in_range
 Floats = NDArray[np.float64]
 
 DELTA = 1e-2
-"""Default threshold δ: values σ ≥ δ count in the numerical rank, values σ ≥ δ·σ_max in the relative rank.
+"""Default threshold δ: singular values ≥ δ count in the numerical rank, and ≥ δ·σ_max in the relative rank.
 With the smaller threshold eps·σ_max, rounding errors in the dtype of the matrix would be counted."""
 WIDTH_TOLERANCE = 0.01
-"""Default KL divergence in nats that `required_head_dim` allows between attention rows before and after.
+"""Default KL divergence in nats that `required_head_dim` allows between attention rows of old and new width.
 By Pinsker's inequality, at most √(0.01/2) = 7 % of the attention weight in a row then moves."""
 
 
 def check_delta(delta: float) -> None:
-    """Raise if a threshold is not finite and positive."""
+    """Raise InputError if a threshold is not finite and positive."""
     in_range("`delta`", delta, "(0, inf)", fix="δ is the smallest singular value that counts, such as 0.01.")
 
 
 @dataclass
 class Moments:
-    """Count, mean and M2 = Σ (x − mean)² of a stream of arrays, for each array entry; NaN is skipped.
+    """Count, mean and M2 = Σ (x − mean)² of a stream of arrays, for each array entry. NaN is skipped.
 
     An entry without values has mean 0. Results do not depend on the order of the arrays, up to rounding.
 
@@ -82,7 +82,7 @@ class Moments:
         return Moments(self.count, np.where(missing, np.nan, self.mean), np.where(missing, np.nan, self.m2))
 
     def to_record(self) -> tuple[Floats, Floats, Floats]:
-        """Return count, mean and sample standard deviation (divisor n − 1); NaN if undefined."""
+        """Return count, mean and sample standard deviation (divisor n − 1). Undefined entries are NaN."""
         mean = np.where(self.count > 0, self.mean, np.nan)
         std = np.sqrt(self.m2 / np.maximum(self.count - 1, 1))
         return self.count, mean, np.where(self.count > 1, std, np.nan)
@@ -98,7 +98,7 @@ class Moments:
 def t_quantile(freedom: int) -> float:
     """Return the 97.5 % quantile of Student's t distribution, by an expansion around the normal quantile.
 
-    The result is 1 % too small for 2 degrees of freedom, the minimum, and more accurate above.
+    The minimum is 2 degrees of freedom, for which the result is 1 % too small. It is more accurate for more.
     Source: M. Abramowitz and I. Stegun, "Handbook of Mathematical Functions", 26.7.5.
 
     Examples:
@@ -116,7 +116,7 @@ def t_quantile(freedom: int) -> float:
 
 
 def mean(values: Iterable[int | float]) -> float:
-    """Return the mean of the finite values; NaN if there are none.
+    """Return the mean of the finite values. Return NaN if no value is finite.
 
     Examples:
         >>> mean([1.0, float("nan"), 3.0])
@@ -129,8 +129,8 @@ def mean(values: Iterable[int | float]) -> float:
 def spearman(first: Iterable[float], second: Iterable[float]) -> float:
     """Return Spearman's rank correlation of two lists of equal length; equal numbers get their mean rank.
 
-    Pairs with a NaN or infinity are skipped. NaN for fewer than three pairs, or if all numbers of a list are
-    equal.
+    Pairs with a NaN or infinity are skipped. Return NaN for fewer than three pairs, or if all numbers of a
+    list are equal.
 
     Examples:
         >>> spearman([1.0, 2.0, 3.0, float("nan")], [10.0, 30.0, 20.0, 0.0])

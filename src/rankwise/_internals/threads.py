@@ -26,7 +26,7 @@ PARALLEL_BYTES = 2**29
 
 
 class _Inside(threading.local):
-    """Per Python thread: the number of torch threads before `one_thread`; 0 if `one_thread` is not active."""
+    """Number of torch threads before `one_thread`, per Python thread. It is 0 outside of `one_thread`."""
 
     threads = 0
 
@@ -36,7 +36,7 @@ _lock = threading.Lock()
 _model_locks: Any = WeakIdKeyDictionary()
 """Lock of each model in use, by its first parameter."""
 _limits: list[Any] = []
-"""One limit of numpy's BLAS per active `one_thread` of the process; the first knows the original number."""
+"""One limit of numpy's BLAS per active `one_thread`. The first stores the original number of threads."""
 
 
 def exclusive(function: FunctionT) -> FunctionT:
@@ -79,17 +79,17 @@ def one_thread() -> Iterator[None]:
         _inside.threads = 0
         with _lock:
             last = _limits.pop()
-            if not _limits:  # no other thread of the process is in such a block
+            if not _limits:  # no other Python thread is inside `one_thread`
                 last.restore_original_limits()
 
 
 def map_threads(
     work: Callable[[Item], Answer], items: Sequence[Item], at_once: int | None = None
 ) -> list[Answer]:
-    """Return ``work(item)`` for all items, in order; each call runs on one thread, in the caller's grad mode.
+    """Return ``work(item)`` for all items, in order. Each call runs on one thread, in the caller's grad mode.
 
-    The number of parallel calls is torch's number of threads; nested calls run serially. The first error is
-    raised when the running calls have ended; the remaining items are skipped.
+    The number of parallel calls is at most torch's number of threads. Nested calls run serially. After an
+    error, the remaining items are skipped, and the error is raised when the running calls have ended.
 
     Args:
         work: function of one item, which must not modify data that other calls use.
@@ -119,11 +119,11 @@ def map_threads(
 
 
 def numpy_is_on_one_thread() -> bool:
-    """Return True if numpy's LAPACK is limited to one thread; numpy is then faster than torch."""
+    """Return True if numpy's LAPACK is limited to one thread, so that numpy is faster than torch."""
     return torch.get_num_threads() == 1 and bool(_limits) and bool(_blas().lib_controllers)
 
 
 @lru_cache(maxsize=1)
 def _blas() -> ThreadpoolController:
-    """Return the BLAS libraries of the process; the search for them takes milliseconds."""
+    """Return the BLAS libraries of the process, cached because the search takes milliseconds."""
     return ThreadpoolController().select(user_api="blas")

@@ -1,6 +1,7 @@
 """Wrappers of private names of torch, so that a new version affects only this file.
 
-``test_torch_private.py`` tests each function, ``test_private_names.py`` that no other file uses such names.
+``test_torch_private.py`` tests each function. ``test_private_names.py`` tests that no other file uses private
+names.
 """
 
 import sys
@@ -27,7 +28,7 @@ def without_torch_function() -> AbstractContextManager[None]:
 
 
 def pop_mode(mode: TorchFunctionMode) -> int | None:
-    """Remove a function mode from torch's stack; return the number of modes below it, None if not found."""
+    """Remove a function mode from torch's stack. Return the number of modes below it if it was found."""
     modes = _get_current_function_mode_stack()
     depth = max((index for index, other in enumerate(modes) if other is mode), default=None)
     if depth is not None:
@@ -85,13 +86,16 @@ def in_grad_transform() -> bool:
 
 
 def is_mapped(tensor: Tensor) -> bool:
-    """Return True for a tensor inside `torch.vmap`, which lacks the mapped axis."""
+    """Return True if a tensor is inside `torch.vmap`, so that it lacks the mapped axis."""
     return bool(torch._C._functorch.is_batchedtensor(tensor))
 
 
 @no_type_check
 def values_known(*tensors):
-    """Return True if Python can read the values of tensors (or None): not while compiling or in `vmap`."""
+    """Return True if Python can read the values of all tensors; arguments that are None are ignored.
+
+    Return False while compiling, in `vmap`, for meta tensors and for tensor subclasses.
+    """
     if torch.compiler.is_compiling():
         return False
     functorch = torch._C._functorch
@@ -154,16 +158,17 @@ def is_program(module: nn.Module) -> bool:
 
 
 def uncompiled() -> AbstractContextManager[Any]:
-    """Return a context manager in which functions that `torch.compile` compiled run step by step.
+    """Return a context manager in which compiled functions run eagerly, that is, uncompiled.
 
-    If the compiler is not imported, which is slow, nothing is compiled.
+    If the compiler has not been imported, no function is compiled. Then the context manager does nothing,
+    because importing the compiler would be slow.
     """
     imported = "torch._dynamo" in sys.modules
     return torch.compiler.set_stance("force_eager") if imported else nullcontext()
 
 
 def constant_when_traced(function: FunctionT) -> FunctionT:
-    """Return a function, marked so that `torch.compile` treats its result as a constant.
+    """Mark a function so that `torch.compile` treats its result as a constant; return the function.
 
     `torch.compiler.assume_constant_result` does the same, but imports the compiler, which is slow.
     """
@@ -194,7 +199,7 @@ def forward_hooks(module: nn.Module) -> list[object]:
 
 
 def remove_forward_hooks(module: nn.Module, wanted: Callable[[object], bool]) -> None:
-    """Remove the forward hooks for which ``wanted(hook)`` is True, and torch's notes on them."""
+    """Remove the forward hooks for which ``wanted(hook)`` is True, and torch's flags for these hooks."""
     hooks = {**module._forward_pre_hooks, **module._forward_hooks}
     for name, store in vars(module).items():
         if name.startswith(("_forward_hooks", "_forward_pre_hooks")):
@@ -222,19 +227,19 @@ def set_attribute(module: nn.Module, name: str, value: object) -> Callable[[], N
 def preserve_state(model: nn.Module) -> Iterator[None]:
     """Context manager in which a model works on copies of its buffers, and which restores its attributes.
 
-    Counters, caches, running statistics and hooks are afterwards as before, also those in lists, dicts, sets
-    and deques. So a first run that adds hooks and notes this in an attribute leaves neither. Tensors are not
-    written to, so the backward passes of earlier and of later operations stay valid. Content of other objects
-    is not restored, and nothing is if the model adds modules or parameters, as lazy modules do: attributes
-    say that it did. Cost: a copy of the buffers.
+    Counters, caches, running statistics and hooks are restored, also in lists, dicts, sets and deques. If a
+    first run adds hooks and notes this in an attribute, the hooks and the note are removed. The original
+    tensors are not written to, so the backward passes of earlier and later operations stay valid. The content
+    of other objects is not restored. Nothing is restored if the model adds modules or parameters, as lazy
+    modules do, because attributes record the addition. Cost: a copy of the buffers.
     """
-    special = (torch.jit.ScriptModule, nn.modules.lazy.LazyModuleMixin)  # these store state otherwise
+    special = (torch.jit.ScriptModule, nn.modules.lazy.LazyModuleMixin)  # these store state elsewhere
     modules = [module for module in model.modules() if not isinstance(module, special)]
     stores: list[Any] = [store for module in modules for store in (module._buffers, vars(module))]
     torch_names = ("_buffers", "_parameters", "_modules")
     held = [value for module in modules for name, value in vars(module).items() if name not in torch_names]
     stores += _containers(held, {}).values()
-    copies: dict[int, Tensor] = {}  # a tensor with two names stays one
+    copies: dict[int, Tensor] = {}  # a tensor with two names is copied once
 
     def parts() -> int:
         return len([*model.modules(), *model.parameters()])
@@ -244,10 +249,10 @@ def preserve_state(model: nn.Module) -> Iterator[None]:
         with without_torch_function():
             for store in stores:
                 for name, value in store.items() if isinstance(store, dict) else enumerate(store):
-                    if isinstance(store, set):  # its tensors are found by identity
+                    if isinstance(store, set):  # skip sets, which would not find copies of tensors
                         break
                     weight = isinstance(value, nn.Parameter)
-                    # attributes that require gradients are no state: FSDP1 holds views of freed storage
+                    # Skip tensors that require gradients: in FSDP1, they are views of freed storage.
                     if isinstance(value, Tensor) and not weight and not value.requires_grad:
                         copies.setdefault(id(value), like(value.clone(), value))
                         store[name] = copies[id(value)]
@@ -260,7 +265,7 @@ def preserve_state(model: nn.Module) -> Iterator[None]:
 
 
 def _containers(values: Iterable[Any], containers: dict[int, Any]) -> dict[int, Any]:
-    """Add the containers among values, and the containers inside them, to ``containers`` by `id`."""
+    """Return ``containers`` after adding all containers among values, also nested containers, by `id`."""
     for value in values:
         if type(value) in (list, dict, OrderedDict, defaultdict, set, deque) and id(value) not in containers:
             containers[id(value)] = value
@@ -269,17 +274,17 @@ def _containers(values: Iterable[Any], containers: dict[int, Any]) -> dict[int, 
 
 
 def like(new: Tensor, old: Tensor) -> Tensor:
-    """Return a copy of a tensor with its class and attributes, which define masks such as `CausalBias`."""
-    if type(new) is Tensor and type(old) not in (Tensor, nn.Parameter):  # sparse tensors keep their class
+    """Return the copy ``new`` with class and attributes of ``old``, which define a mask like `CausalBias`."""
+    if type(new) is Tensor and type(old) not in (Tensor, nn.Parameter):  # else `new` has the class
         new = new.as_subclass(type(old))
-    for name, value in vars(old).items():  # a class that wraps tensors, such as DTensor, copies its own
+    for name, value in vars(old).items():  # keep attributes that wrappers such as DTensor copied
         vars(new).setdefault(name, value)
     return new
 
 
 @contextmanager
 def without_forward_hooks(model: nn.Module, wanted: Callable[[object], bool]) -> Iterator[None]:
-    """Context manager that disables hooks for which ``wanted(hook)`` is True, then restores all in order."""
+    """Context manager that disables hooks for which ``wanted(hook)`` is True, and then restores all hooks."""
     with ExitStack() as restored:
         for module in model.modules():
             for name in ("_forward_pre_hooks", "_forward_hooks"):

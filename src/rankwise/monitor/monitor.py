@@ -77,8 +77,8 @@ class RankMonitor:
         every: number of steps between audits, or more if `step` skips numbers. Step 0 is also audited.
         stop_on: codes of findings that stop training. COLLAPSE stops training only if three audits in a row
             after step 0 have a token spread below 0.0002 in one stack, because many runs recover from a
-            milder collapse. The rule was fitted at ten audits per run in float32. In bfloat16, the spread
-            stays at about 0.003, so COLLAPSE does not stop training.
+            milder collapse. The rule was fitted at ten audits per run in float32; bfloat16 keeps a spread
+            of about 0.003.
         folder: folder for audits, as ``step-N/audit.json``; `finish` adds `history` and an HTML page. If
             None, nothing is written. The first call of `step` raises `InputError` if the folder has audits of
             another training run. If the disk is full later, one warning is logged and training continues.

@@ -61,5 +61,6 @@ def min_lambda_paper(
     product = norms[0] * norms[1] * root_mean_square
     strength = safe_divide((product.square() + eps).sqrt(), lengths.amin(-1))
     half = strength * (share * energy + tokens * width)
-    root = (half.square() + (1 - share) * share * (strength * energy).square()).sqrt()
+    scaled = torch.where(energy == 0, 0.0, strength * energy)  # ∞ · 0, if all rows are constant
+    root = (half.square() + (1 - share) * share * scaled.square()).sqrt()
     return safe_divide(half + root, (1 - share) * energy)

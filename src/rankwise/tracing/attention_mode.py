@@ -19,10 +19,10 @@ Listener = Callable[[tuple[Any, ...], dict[str, Any], Any], Any]
 class AttentionMode(TorchFunctionMode):
     """Torch function mode that runs each function of a model and reports token mixing to listeners.
 
-    ``listeners`` receive the calls of functions that compute attention as a whole, and ``on_product`` each
-    product of attention weights with values. A result that these return replaces the function's result.
-    ``on_other`` receives all other calls. ``functional`` runs in place of `multi_head_attention_forward`, so
-    that it can replace heads. Calls are not reported where ``ignores()``.
+    ``listeners`` receive the calls of functions that compute complete attention. ``on_product`` receives each
+    product of attention weights with values. A result that a listener or ``on_product`` returns replaces the
+    function's result. ``on_other`` receives all other calls. ``functional`` runs in place of
+    `multi_head_attention_forward`, and can replace heads. Calls are not reported while ``ignores()`` is True.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class AttentionMode(TorchFunctionMode):
         self._listeners, self._functional = listeners, functional
         self._on_product, self._on_other, self._ignores = on_product, on_other, ignores
         self._lifted_from: int | None = None
-        """Place in torch's stack of function modes from which the mode was lifted; None while it is there."""
+        """Number of modes below this mode before it left torch's stack. None while it is on the stack."""
 
     @no_type_check  # torch.compile inside the model traces this method, but cannot trace type checks
     def __torch_function__(
@@ -50,7 +50,7 @@ class AttentionMode(TorchFunctionMode):
     ) -> Any:
         """Run the function with this mode off, then report the call to the listener for it."""
         kwargs = kwargs or {}
-        # Do not change functions that the model compiles.
+        # While torch.compile traces the model, this mode must not become a part of the compiled code.
         ignored = torch.compiler.is_dynamo_compiling() or self._ignores()
         if func is F.multi_head_attention_forward and not ignored:
             return self._functional(args, kwargs)

@@ -48,8 +48,8 @@ def layout_of(shape: Sequence[int], call: ModuleCall) -> Layout:
     """Return the layout of an attention call from the shape of its queries or weights, (…, T, ·).
 
     A single leading axis holds B·H matrices with the heads innermost. The batch size that the module received
-    and its number of heads separate B from H. Three or more axes hold either grouped heads (B, Hkv, groups)
-    or windows (B, windows, H). They hold groups if the module received B sequences of T tokens.
+    and its number of heads separate B from H. Three or more leading axes hold grouped heads (B, Hkv, groups)
+    if the module received B sequences of T tokens. Otherwise they hold windows (B, windows, H).
     """
     *leading, tokens, _ = shape
     if len(leading) == 1:
@@ -63,7 +63,7 @@ def layout_of(shape: Sequence[int], call: ModuleCall) -> Layout:
 
 
 def given_shape(call: ModuleCall, tokens: int) -> tuple[int, int] | None:
-    """Return (B, T) of a module's input states (B, T, D), (T, B, D) or (T, D); None if there are none."""
+    """Return (B, T) of a module's input states (B, T, D), (T, B, D) or (T, D), or None for other inputs."""
     given = call.tokens
     if given is None:
         flat = first_tokens(call.tensors, axes=2)
@@ -75,7 +75,7 @@ def given_shape(call: ModuleCall, tokens: int) -> tuple[int, int] | None:
 
 
 def _folded_heads(leading: int, tokens: int, call: ModuleCall) -> int:
-    """Return the number of heads H if a single leading axis holds B·H matrices."""
+    """Return the number of heads H if a single leading axis holds B·H matrices; 1 if H is unknown."""
     given = given_shape(call, tokens)
     batch = given[0] if given else None
     counts = (getattr(call.module, name, None) for name in HEAD_COUNTS)
@@ -110,14 +110,14 @@ def sequences_behind(calls: Sequence[ModuleCall], operator: MixingOperator) -> i
 
 
 def same_for_all(factor: Tensor, other: Tensor) -> bool:
-    """Return True if a factor of a product is a weight, or the same for every sequence of the other."""
+    """Return True if ``factor`` is a weight, or is the same for all sequences of the factor ``other``."""
     expanded = factor.layout is torch.strided and len(factor) > 1 and factor.stride(0) == 0
     without_batch = factor.dim() < other.dim() and (factor.dim() == 2 or len(factor) != len(other))
     return isinstance(base_of(factor), nn.Parameter) or expanded or without_batch
 
 
 def lengths_of(calls: Sequence[ModuleCall], most_axes: int = 8) -> set[int]:
-    """Return the token counts T in the inputs of all enclosing modules, of inputs with at most these axes."""
+    """Return the possible token counts T of the calls' input tensors that have at most ``most_axes`` axes."""
     lengths = set()
     for tensor in plain_tensors(calls):
         if not tensor.is_floating_point():
@@ -128,19 +128,20 @@ def lengths_of(calls: Sequence[ModuleCall], most_axes: int = 8) -> set[int]:
 
 
 def areas_of(calls: Sequence[ModuleCall]) -> set[int]:
-    """Return the numbers of places in feature maps (B, C, H, W) or (B, H, W, C) given to the modules."""
+    """Return the numbers of places H·W of feature maps (B, C, H, W) or (B, H, W, C) in the calls' inputs."""
     given = ([tensor.shape for tensor in plain_tensors([call]) if tensor.dim() == 4] for call in calls)
-    shapes = (shape for each in given if len(each) < 3 for shape in each)  # three are queries, keys, values
+    # A call with three such tensors received queries, keys and values instead of feature maps.
+    shapes = (shape for each in given if len(each) < 3 for shape in each)
     return {prod(places) for shape in shapes for places in (shape[1:3], shape[2:])}
 
 
 def plain_tensors(calls: Sequence[ModuleCall]) -> list[Tensor]:
-    """Return the tensor arguments of calls that are not nested tensors."""
+    """Return the tensor arguments of calls, without nested tensors."""
     return [tensor for call in calls for tensor in call.tensors if not tensor.is_nested]
 
 
 def learned_tokens(pieces: Sequence[Tensor], tokens: Tensor) -> int:
-    """Return how many tokens (B, T, D), if more than one, are weights that `torch.cat` put next to others."""
+    """Return how many tokens joined by `torch.cat` are weights. Return 0 if at most one is, or all are."""
     if tokens.dim() != 3 or any(piece.dim() != 3 for piece in pieces):
         return 0
     count = sum(piece.shape[1] for piece in pieces if isinstance(base_of(piece), nn.Parameter))
@@ -153,8 +154,8 @@ def find_batch_first(
     """Find the order of axes of a block's states; return a function that converts them to (B, T, D).
 
     The states may be (B, T, D), (T, B, D), (T, D) without a batch, a nested tensor, or feature maps
-    (B, H, W, D) or (B, D, H, W). Shapes of the operators tell these orders apart. Return None if states with
-    two or four axes fit no operator.
+    (B, H, W, D) or (B, D, H, W). The shapes of the operators decide. Return None if states with two or four
+    axes fit no operator.
     """
     shapes = {(mixer.operator.shape[0], mixer.operator.shape[2]) for mixer in mixers if not mixer.cross}
     if tokens.is_nested:
@@ -180,7 +181,7 @@ def find_batch_first(
 
 
 def padded(tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return (padded tensor, mask of real tokens) of a nested tensor; (tensor, None) of any other tensor."""
+    """Return a nested tensor as (padded tensor, mask of real tokens), any other tensor as (tensor, None)."""
     if not tokens.is_nested:
         return tokens, None
     lengths = torch.tensor([item.shape[0] for item in tokens.unbind()], device=tokens.device)

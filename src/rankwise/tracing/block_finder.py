@@ -23,12 +23,16 @@ from rankwise.tracing.trace import CapturedMixer
 class BlockFinder:
     """Finds the residual blocks of a running model, and the mixers in each block.
 
-    A block is an item of a list of modules, such as ``encoder.layer.3``, that returns states of the shape of
-    its input. What runs decides, not names of classes: a list has blocks if a mixer is captured in one of its
-    items, or listed as not captured. A later item without a mixer is a block if it reads the output of the
-    block before it. If items of lists are nested, the inner items are the blocks if each reads the output of
-    the one before it, as in stages of blocks, or if the outer module reads feature maps. The outer module is
-    the block if it contains one item, or items that run in parallel, as heads do.
+    A candidate is an item of a list of modules (``encoder.layer.3``) or a numbered attribute (``block1``). If
+    the user gives a pattern, only modules whose names match it are candidates. The class does not matter.
+
+    - A candidate is a block if it returns states of the shape of its input, and contains a mixer or a module
+      that looks like a mixer.
+    - A candidate without a mixer is a block if it reads the output of the block before it.
+    - If the inner candidates of a candidate run in sequence, as in a stage, the inner candidates are blocks.
+    - If the inner candidates run in parallel, as heads do, the outer candidate is the block.
+    - A single inner candidate is the block only if it has the input and the output of the outer candidate.
+    - If the outer candidate reads feature maps, the inner candidates are the blocks.
     """
 
     def __init__(
@@ -62,7 +66,7 @@ class BlockFinder:
         given = call.stream if call.name in self._items else None
         if given is None:
             return
-        # The innermost enclosing call that is not a possible block itself, or reads maps, runs the blocks.
+        # The innermost enclosing call that is not a possible block, or reads feature maps, runs the blocks.
         around = reversed(self._calls.running[:-1])
         owning = next(
             (outer for outer in around if outer.block is None or outer.block.input.dim() == 4), None
@@ -102,7 +106,7 @@ class BlockFinder:
         if not mixes and not self._may_join(block, module):
             return
         if not self._keeps_states(block, module) or block.yields_to_inner():
-            # Calls inside are blocks; mixers outside of them belong to the module around this call.
+            # The inner calls are the blocks. Mixers outside of blocks belong to the module around this call.
             inside, block.open = block.inside, []
             for inner in inside:
                 self._settle(inner, block)
@@ -115,14 +119,14 @@ class BlockFinder:
                 around[-1].open.append(block)
 
     def _may_join(self, block: Block, module: nn.Module) -> bool:
-        """Return True if a module without a mixer is a block after a block with a mixer."""
+        """Return True if a call without a mixer continues a stack of blocks, so that the call is a block."""
         sublayer = any(outer.alike and outer.input.dim() < 4 for outer in self._running)
         blocks = self._stacks.of(block.stack, block.owner)
-        joins = blocks is not None and block.linked and any(module.children())  # norms and the like do not
+        joins = blocks is not None and block.linked and any(module.children())  # norms have no children
         return joins and not sublayer and alike(block.input, block.output)
 
     def _keeps_states(self, block: Block, module: nn.Module) -> bool:
-        """Set what is known of a block once it has run; False if it does not map states to equal shapes."""
+        """Set the order of axes and the mask of a finished call. Return False if it cannot be a block."""
         if block.settled or not alike(block.input, block.output):
             return False
         block.to_batch_first = find_batch_first(block.input_copy, module, block.mixers)
@@ -152,11 +156,12 @@ class BlockFinder:
 
 
 def block_items(model: nn.Module, pattern: str | None) -> dict[str, bool]:
-    """Return the names of modules that may be blocks: items of lists, or names that match a pattern.
+    """Return the names of modules that may be blocks, each with the value of `Block.alike`.
 
-    The value is True if the list has another item of the same class or one item only, and False for other
-    items, such as one layer of another class in a hybrid model. Modules that match the pattern have True.
-    Numbered attributes of one class (``block1``, ``block2``) may be blocks too, with the value False.
+    If a pattern is given, return the modules that match the pattern, with the value True. Otherwise return
+    all items of lists. The value is True if an item is the only item, or another item has the same class. It
+    is False for other items, such as a single layer of another class in a hybrid model. Also return numbered
+    attributes of one class (``block1``, ``block2``), with the value False.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     if pattern is not None:
@@ -175,7 +180,7 @@ def block_items(model: nn.Module, pattern: str | None) -> dict[str, bool]:
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Return True if a module name matches a pattern; a ``*`` matches within one part between dots."""
+    """Return True if a module name matches a pattern, in which ``*`` matches any characters except dots."""
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 

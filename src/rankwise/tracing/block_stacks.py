@@ -23,12 +23,12 @@ UNREAD = (
 
 @dataclass
 class Block:
-    """A call of a module that may be a block; `BlockFinder` decides when the call has ended."""
+    """Call of a module that may be a block. `BlockFinder` decides this when the call has ended."""
 
     name: str
     stack: str
     alike: bool
-    """False for an item of a list of modules of several classes; a block of one class takes precedence."""
+    """Value of `block_items`. A call with False is not a block inside a possible block with True."""
     owner: int
     """Serial number of the call that runs the blocks in sequence; `BY_HAND` if the user calls them."""
     input: Tensor
@@ -37,13 +37,13 @@ class Block:
     linked: bool
     """True if the input is the output of the previous block of the stack."""
     likely: bool
-    """True if a module in the call looks like a mixer: one may run even if none is captured."""
+    """True if a module in the call looks like a mixer, so that a mixer may run even if capture misses it."""
     output: Tensor | None = None
     to_batch_first: Callable[[Tensor], Tensor] | None = None
     """Function that converts states from the model's order of axes to (B, T, D)."""
     mask: Tensor | None = None
     mixers: list[CapturedMixer] = field(default_factory=list)
-    """Mixers in the call that are not in a block inside it."""
+    """Mixers in this call, except mixers in blocks inside this call."""
     open: list["Block"] = field(default_factory=list)
     """Calls inside this call that may turn out to be the blocks, in place of this call."""
     settled: bool = False
@@ -51,7 +51,7 @@ class Block:
 
     @property
     def inside(self) -> list["Block"]:
-        """Possible blocks inside this call, of the stacks that contain mixers."""
+        """Possible blocks inside this call, of stacks that contain a mixer or a module like a mixer."""
         mixing = {inner.stack for inner in self.open if inner.mixers or inner.likely}
         return [inner for inner in self.open if inner.stack in mixing]
 
@@ -73,7 +73,7 @@ class Block:
 
 
 def alike(states: Tensor, others: Tensor | None) -> bool:
-    """Return True if states have equal shapes, or are nested, which have no shape."""
+    """Return True if two states have equal shapes, or if one is a nested tensor, which has no shape."""
     return others is not None and (states.is_nested or others.is_nested or states.shape == others.shape)
 
 
@@ -111,12 +111,12 @@ class BlockStacks:
         self._report, self._note = report, note
         self._open: dict[str, BlockStack] = {}
         self._seen: dict[str, dict[str, int]] = {}
-        """By stack and name of the blocks that have run, the index of their last forward pass."""
+        """Index of the last forward pass of each block that has run, by stack and name of the block."""
         self._calls: Counter[tuple[int, str, int, str]] = Counter()
         """Number of calls so far by (forward pass, stack, layer, module); kept when a stack is closed."""
 
     def of(self, stack: str, owner: int) -> BlockStack | None:
-        """Return the open stack of this name that a call runs; None if there is no such stack."""
+        """Return the open stack of this name that the call ``owner`` runs. Return None if none is open."""
         blocks = self._open.get(stack)
         return blocks if blocks is not None and blocks.owner == owner else None
 
@@ -150,7 +150,7 @@ class BlockStacks:
         assert block.output is not None
         blocks.last, blocks.output, blocks.snapshot = block, block.output, snapshot(block.output)
         blocks.read, block.mixers = False, []
-        block.input = block.output = block.input_copy  # drop the tensors of the model
+        block.input = block.output = block.input_copy  # so that the model's tensors can be freed
 
     def add_bare(self, mixers: list[CapturedMixer], stack: str, owner: int) -> None:
         """Report mixers that are in no block as one layer of a stack; this layer has no token states."""

@@ -62,16 +62,17 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         on_mixer: function that receives each `CapturedMixer` as soon as its block has run; ``trace.mixers``
             then stays empty.
         on_state: function that receives each `CapturedState`; ``trace.states`` then stays empty.
-        sites: functions by module name, for mixers that are not found: each returns the operator of a call,
-            of shape (B, H, T, S), from (module, args, kwargs, output).
+        sites: functions by module name, for mixers that are not found. A function gets (module, args, kwargs,
+            output) of a call, and returns the operator of shape (B, H, T, S).
         blocks: pattern of the names of the residual blocks (``"decoder.layers.*"``), if they are not found.
         values: also keep the values V and the product M V of each operator.
         intervention: object that replaces outputs of heads and blocks. The model's outputs then change, and
             PyTorch's own layers do not use their inference fast path.
 
     Raises:
-        CaptureError: on entry, if the model is compiled or scripted, or its layers are split over processes;
-            on exit, if the model was not called or no mixer was found.
+        CaptureError: at the start, if the model is compiled or scripted, or its layers are split over
+            processes; at the end, if the model was not called or no mixer was found.
+        InputError: if a name in ``sites`` or the pattern ``blocks`` matches no module.
 
     Examples:
         >>> import torch, rankwise as rw
@@ -97,7 +98,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         intervention: Intervention | None = None,
     ) -> None:
         model_checks.check_capturable(model)
-        # If the user turns compilation off, PyTorch runs the original module, so the hooks are added there.
+        # If the user turns compilation off, PyTorch runs the original module, so this module gets the hooks.
         self._model = original_of(model)
         self._sites = dict(sites or {})
         model_checks.check_sites(self._model, self._sites, blocks)
@@ -194,7 +195,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
                 self._substitution.left(call)
             self._read(call)
             self._sightings.note_other_mixing(call)
-        # This call comes last, because a module may be both a mixer and a block.
+        # This step is the last, because a module may be both a mixer and a block.
         self._blocks.left(call)
 
     def _read(self, call: ModuleCall) -> None:
@@ -218,10 +219,10 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
                 self._try(read, *call.tensors[:1])
 
     def _down_to_mixer(self) -> list[ModuleCall]:
-        """Return the running calls down to the mixer; of PyTorch's layers inside each other the outermost."""
+        """Return the running calls down to the mixer, which is the outermost of nested PyTorch layers."""
         running = self._calls.running
         layers = [depth for depth, call in enumerate(running, 1) if is_torch_layer(call.module)]
-        # The fast path of a layer runs no attention inside it, not even one of a subclass.
+        # Subclasses count too, because the fast path of an outer layer does not call the attention inside.
         inside = isinstance(running[-1].module, torch_layers.LAYERS) and not self._named_by_hand()
         return running[: layers[0]] if inside and layers else running
 
@@ -262,7 +263,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         return None
 
     def _replace(self, added: Added | None, output: Tensor) -> Tensor | None:
-        """Return the mixer's output after the intervention has replaced heads; None if it replaced none."""
+        """Return the mixer's output with the heads of the intervention. Return None if nothing changes."""
         axes = None if added is None else added[0].axes
         if axes is None or not self._substitution.on:
             return None
@@ -303,7 +304,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
             self._trace.notes.append(note)
 
     def _try(self, read: Callable[[], MixingCall | None], *tensors: Tensor) -> Added | None:
-        """Add the operator of a call; if the call cannot be read, list the module as not captured."""
+        """Add the operator of a call to the trace. If it cannot be read, list the module as not captured."""
         name = self._down_to_mixer()[-1].name
         shard, mapped = any(map(model_checks.is_shard, tensors)), any(map(is_mapped, tensors))
         if shard or mapped or any(0 in tensor.shape for tensor in tensors if not tensor.is_nested):

@@ -30,9 +30,9 @@ class Weights:
     """Attention weights: a tensor computed from the result of a softmax along its last axis."""
 
     probabilities: Tensor | None
-    """The weights before casts, dropout and reshapes, in a higher precision; None for the tensor itself."""
+    """Weights before casts, dropout and reshapes, in higher precision. None for the weights themselves."""
     allowed: Entries | None
-    """True at weights that no mask hides; None if unknown."""
+    """True at weights that no mask hides. None if the masks are unknown."""
     compared: bool
     """True if the scores are a product of two activations, as in Q Kᵀ."""
 
@@ -56,7 +56,7 @@ class MatrixProduct(NamedTuple):
 
 @dataclass(frozen=True)
 class SoftmaxProduct:
-    """A product of attention weights with values; the matrix has the highest precision that was computed."""
+    """Product of attention weights with values. The matrix is the most precise that the model computed."""
 
     matrix: Tensor
     """The matrix (…, T, S)."""
@@ -67,7 +67,7 @@ class SoftmaxProduct:
     axes: tuple[int, ...]
     """Axis ``axes[i]`` of the function's result is axis i of ``output``."""
     allowed: Entries | None
-    """True at entries of the matrix that no mask has hidden; None if unknown."""
+    """True at entries of the matrix that no mask has hidden. None if the masks are unknown."""
     compared: bool
     """True if the scores are a product of two activations, as in Q Kᵀ."""
     values_compared: bool
@@ -87,7 +87,7 @@ class SoftmaxFollower:
     def observe(
         self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     ) -> SoftmaxProduct | None:
-        """Register a call of a torch function; return how it multiplies weights by values, if it does."""
+        """Register a call of a torch function. Return its product of weights with values, otherwise None."""
         if func is Tensor.__setitem__ and args[0] in self._weights:
             self._weights[args[0]] = replace(self._weights[args[0]], probabilities=None)
         if not isinstance(out, Tensor) or out.is_nested:
@@ -112,9 +112,10 @@ class SoftmaxFollower:
     def _compares(
         self, func: Function, args: tuple[Any, ...], tensors: list[Tensor], out: Tensor
     ) -> tuple[int, ...] | None:
-        """Return the last two sizes of a product of two activations, from which ``out`` is computed, or None.
+        """Return the last two sizes of the product of two activations from which ``out`` is computed.
 
-        The product may be ``out`` itself. A layer with parameters starts anew, unless it mixes heads alone.
+        The product may be ``out`` itself. Return None if there is no such product. A product before a layer
+        with parameters counts only if the layer mixes only heads.
         """
         if func in PRODUCTS or func in ADDED_PRODUCTS:
             factors = tensors[-2:]
@@ -161,7 +162,7 @@ class SoftmaxFollower:
             return None
         weights, operand, given = self._weights[product.weights], product.weights, product.given
         if given in self._weights and self._weights[given].compared:
-            return None  # a product of two matrices is no product with values
+            return None  # the second factor is an attention matrix, not values
         matrix = operand.permute(*product.order)
         allowed = weights.allowed
         if weights.probabilities is not None:
@@ -181,9 +182,9 @@ class SoftmaxFollower:
 
 
 def _mixes_heads(func: Function, scores: Tensor, out: Tensor, sizes: tuple[int, ...]) -> bool:
-    """Return True if a layer with parameters keeps scores (T, S) apart, as "talking heads" do.
+    """Return True if a layer with parameters mixes the heads of scores, but not tokens ("talking heads").
 
-    A layer of (B, T, S, H) that acts on the last axis mixes heads, and so does a convolution of (B, H, T, S).
+    Examples are a layer that acts on the last axis of (B, T, S, H), and a convolution of (B, H, T, S).
     """
     if func in LAST_AXIS:
         return not Counter(sizes) - Counter(scores.shape[1:-1])
@@ -201,7 +202,7 @@ def _still_weights(func: Function, source: Tensor, out: Tensor) -> bool:
 def _read_product(
     func: Function, args: tuple[Any, ...], tensors: list[Tensor], out: Tensor, weights: Any
 ) -> MatrixProduct | None:
-    """Return a call of a torch function as a product of a tensor in ``weights`` with values, if it is one."""
+    """Return the product of a tensor in ``weights`` with values that a call computes, otherwise None."""
     if func in PRODUCTS and len(tensors) == 2 and tensors[0] in weights:
         first, second = tensors
         if second.is_nested or min(first.dim(), second.dim(), out.dim()) < 2:
@@ -232,7 +233,7 @@ def _read_product(
 
 
 class Einsum(NamedTuple):
-    """The two operands of an einsum, their letters and those of its result; letters stand for "...", too."""
+    """The two operands of an einsum, and the letters of operands and result. Letters also replace "..."."""
 
     tensors: tuple[Tensor, ...]
     letters: tuple[str, ...]
@@ -240,7 +241,7 @@ class Einsum(NamedTuple):
 
 
 def read_einsum(args: tuple[Any, ...]) -> Einsum | None:
-    """Parse the arguments of `torch.einsum`; None unless the equation has two operands and ``->``."""
+    """Parse the arguments of `torch.einsum`. Return None unless the equation has two operands and ``->``."""
     equation = args[0] if args and isinstance(args[0], str) else ""
     tensors = args[1] if len(args) == 2 and isinstance(args[1], list | tuple) else args[1:]
     inputs, _, result = equation.replace(" ", "").partition("->")

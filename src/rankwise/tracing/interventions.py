@@ -15,8 +15,8 @@ from rankwise.tracing.read_operators import OWN_MASK, find_token_mask
 class HeadOutputs:
     """Outputs of all heads of one mixer call, in the field ``values``: mixing matrix M times its input V.
 
-    For a state-space mixer they are the input of its output projection: M V after the skip D·x, the gate and
-    the norm, split into heads or channels.
+    For a state-space mixer, ``values`` is the input of the output projection: M V after the skip D·x, the
+    gate and the norm, split into heads or channels.
     """
 
     call_id: CallId
@@ -42,11 +42,11 @@ class Intervention:
     """Names of the blocks for which `on_block` is called."""
 
     def on_heads(self, heads: HeadOutputs) -> Float[Tensor, "B H T V"] | None:
-        """Return new outputs of all heads of a mixer; None keeps the outputs."""
+        """Return new outputs of all heads of a mixer. Return None to keep the outputs."""
         return None
 
     def on_block(self, block: BlockOutput) -> Tensor | None:
-        """Return a new output of a block, of the same shape; None keeps the output."""
+        """Return a new output of a block, of the same shape. Return None to keep the output."""
         return None
 
 
@@ -60,7 +60,7 @@ class Substitution:
         self._calls, self._counter, self._block_counter = calls, counter, CallCounter()
 
     def heads(self, outputs: HeadOutputs) -> Tensor | None:
-        """Return the intervention's new outputs for the heads of a mixer; None keeps the outputs."""
+        """Return the intervention's new outputs of a mixer's heads. Return None if it keeps the outputs."""
         return self._intervention.on_heads(outputs)
 
     def new_pass(self) -> None:
@@ -111,5 +111,5 @@ class Substitution:
 
 
 def in_place_of(values: Any, old: Tensor | None, new: Tensor | None) -> Any:
-    """Return dicts, tuples and lists with the tensor ``old`` replaced by ``new``, unless that is None."""
+    """Return dicts, tuples and lists with the tensor ``old`` replaced by ``new``, unless ``new`` is None."""
     return values if new is None else map_leaves(values, lambda leaf: new if leaf is old else leaf)

@@ -58,7 +58,7 @@ def compiled_modules(model: nn.Module) -> list[str]:
 
 
 def checked_operator(given: object, site: str) -> MixingCall:
-    """Return a `MixingCall` of the result of a ``sites=`` function; raise if it is not an operator."""
+    """Return a ``sites=`` function's result as `MixingCall`. Raise CaptureError if it is not an operator."""
     if isinstance(given, MixingOperator) and len(given.shape) == 4:
         return MixingCall(given)
     raise CaptureError(
@@ -71,7 +71,7 @@ def checked_operator(given: object, site: str) -> MixingCall:
 
 
 def nothing_found(model: nn.Module, trace: Trace, calls: ModuleCalls, ran: bool) -> CaptureError:
-    """Return the error for a capture that found no mixer; ``ran``: mixers ran, but in calls that raised."""
+    """Return the error for a capture without mixers. ``ran`` is True if mixers ran but their calls raised."""
     subject = f"model {type(model).__name__}" if ran or calls.called else "`capture`"
     reasons: dict[str, list[str]] = {}
     for module in trace.uncaptured:
@@ -100,7 +100,7 @@ def nothing_found(model: nn.Module, trace: Trace, calls: ModuleCalls, ran: bool)
 
 
 def _some(names: list[str]) -> str:
-    """Return at most three names of a list, joined for an error message, and the number of the others."""
+    """Return the first three names and the number of further names, as text for an error message."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
@@ -128,7 +128,7 @@ DROPOUT_NOTE = (
 
 
 def training_notes(model: nn.Module) -> list[str]:
-    """Return a note if modules with dropout are active."""
+    """Return a list with one note if modules with dropout are active, otherwise an empty list."""
     active = any(
         dropout_rate(module) > 0 or (isinstance(module, nn.MultiheadAttention) and module.dropout > 0)
         for module in model.modules()
@@ -186,7 +186,7 @@ def is_distributed(tensor: Tensor) -> bool:
 
 
 def _processes(tensor: Tensor, gathered: bool = False) -> int:
-    """Return over how many processes a DTensor is split; ``gathered``: ignore the axis of FSDP."""
+    """Return the number of processes over which a tensor is split. ``gathered`` ignores the axis of FSDP."""
     if not is_distributed(tensor):
         return 1
     mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
@@ -196,7 +196,7 @@ def _processes(tensor: Tensor, gathered: bool = False) -> int:
 
 
 def _marked(module: nn.Module) -> str | None:
-    """Return how a library such as transformers has split a module into plain tensors; None if it has not."""
+    """Return how a library such as transformers has split a module into plain tensors, otherwise None."""
     plan, mesh = getattr(module, "_hf_tp_plan", None), getattr(module, "_hf_device_mesh", None)
     if plan is not None and (mesh is None or mesh.size() > 1):
         return f"{plan}"

@@ -67,9 +67,9 @@ class ModuleCall:
     mixed_inside: bool = False
     """True if a mixer was captured during the call."""
     other_mixing: dict[str, str] = field(default_factory=dict)
-    """By module name, descriptions of functions that mixed the call's tokens without attention."""
+    """By module name, the torch function that mixed the call's tokens without attention."""
     reader: Any = None
-    """`OperatorReader` that reads the operator of this call when the call ends; None without a reader."""
+    """`OperatorReader` that reads the operator of this call when the call ends. None if no reader does."""
     input_copy: Tensor | None = None
     """Copy of the block's input, if an intervention may replace the block's output."""
     call_id: CallId | None = None
@@ -84,17 +84,20 @@ class ModuleCall:
 
     @property
     def tokens(self) -> Tensor | None:
-        """First floating-point argument of shape (B, T, D); None if there is none."""
+        """First floating-point argument of shape (B, T, D). None if the call has no such argument."""
         return first_tokens(self.tensors)
 
     @property
     def stream(self) -> Tensor | None:
-        """First argument of shape (B, T, D); without one, the first of shape (T, D), then of four axes."""
+        """First floating-point argument with three axes (B, T, D). None if no argument fits.
+
+        The second choice is an argument with two axes (T, D), the third an argument with four axes.
+        """
         tensors = (first_tokens(self.tensors, axes) for axes in (3, 2, 4))
         return next((tokens for tokens in tensors if tokens is not None), None)
 
     def argument(self, name: str) -> Any:
-        """Return the argument called ``name`` in ``forward``; `ABSENT` if the call has no such argument."""
+        """Return the argument ``name`` of ``forward``. Return `ABSENT` if the call has no such argument."""
         if name in self.kwargs:
             return self.kwargs[name]
         names = parameter_names(self.module)
@@ -108,13 +111,13 @@ def holds(outer: str, inner: str) -> bool:
 
 
 def first_tokens(values: object, axes: int = 3) -> Tensor | None:
-    """Return the first floating-point tensor, nested or not, with ``axes`` axes; None if there is none."""
+    """Return the first floating-point tensor, nested or not, with ``axes`` axes. Return None if none fits."""
     tensors = (value for value in tensors_of(values) if value.is_floating_point() and value.dim() == axes)
     return next(tensors, None)
 
 
 def tensors_of(output: object) -> list[Tensor]:
-    """Return the tensors in the output of a module; those in nested tuples come last."""
+    """Return the tensors in the output of a module. Tensors in nested tuples come last."""
     if isinstance(output, Mapping):
         output = tuple(output.values())
     values = output if isinstance(output, tuple | list) else (output,)
@@ -125,7 +128,7 @@ def tensors_of(output: object) -> list[Tensor]:
 
 def parameter_names(module: nn.Module) -> tuple[str, ...]:
     """Return the names of the arguments of a module's ``forward``, in order."""
-    if "forward" in vars(module):  # accelerate overrides `forward` of module instances to move their inputs
+    if "forward" in vars(module):  # set by accelerate, to move inputs to the module's device
         return tuple(inspect.signature(module.forward).parameters)
     return _names_of(type(module).forward)[1:]
 
@@ -142,9 +145,9 @@ def _ignore(*given: Any) -> None:
 class ModuleCalls:
     """Stack of the running module calls of a model; calls listeners when a module call begins and ends.
 
-    Each module gets hooks if ``where(name, module)``, except the modules in ``hookless``: PyTorch's own
-    attention layers and the modules inside them. Hooks on these would turn off the inference fast path and
-    change the computation. Global hooks, which the fast path ignores, follow these modules.
+    Each module gets hooks if ``where(name, module)`` is True, except the modules in ``hookless``. These are
+    PyTorch's own attention layers and the modules inside them. Their hooks would turn off the inference fast
+    path and change the computation. Global hooks, which the fast path ignores, follow ``hookless`` modules.
     """
 
     def __init__(
@@ -222,7 +225,7 @@ class ModuleCalls:
         call = self.running[-1]
         call.exit_stack.close()
         call.kwargs, call.output = kwargs, output
-        # A call that raised has the output None, but some modules also return None.
+        # A call that raised has the output None. Other calls may also return None, so the exception decides.
         call.raised = output is None and sys.exc_info()[1] is not call.handled
         try:
             self._on_leave(call)
@@ -310,9 +313,10 @@ def record_calls(
     copy: bool = False,
     detach: bool = True,
 ) -> Iterator[list[RecordedCall]]:
-    """Record calls of some modules of a model, in the order in which the calls end.
+    """Yield a list of the calls of some modules of a model, in the order in which the calls end.
 
-    Calls that raise are not recorded, nor are calls that autograd repeats in a backward pass. ``copy`` copies
+    ``where`` contains the names of the modules, or is a function of (name, module) that selects them. Calls
+    that raise are not recorded, nor are calls that autograd repeats in a backward pass. ``copy`` copies
     arguments before the call and outputs after it, so that later changes in place do not affect the record.
     ``detach`` records tensors without gradient history.
 

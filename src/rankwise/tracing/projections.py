@@ -25,9 +25,9 @@ from rankwise.tracing import CapturedMixer, RecordedCall, capture, record_calls
 CLOSE = 64
 """Largest allowed difference of heads and linear output, in units of eps times the largest entry."""
 FIT = 16
-"""Maximum relative error of a rotation, in norms of heads and in fits, as a multiple of the dtype's eps."""
+"""Largest allowed relative error of a rotation, for norms of heads and for fits, in units of eps."""
 SMALLEST = 1e-12
-"""Smaller entries of an attention matrix are ignored: masked, or too imprecise for their logarithm."""
+"""Attention entries below this number are ignored: masked, or too imprecise for their logarithm."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Projection:
     """Name of the linear layer in the model."""
     channels: Int[Tensor, "H K"]
     """Output channels of each head: ``heads[..., h, :, i] = factor · output[..., channels[h, i]]``. For the
-    layer that reads the heads, input channels."""
+    layer that reads the heads, these are input channels."""
     factor: float = 1.0
     """Factor that the model multiplies the output by before attention, such as 1/√K in OPT."""
     norm: str = ""
@@ -57,9 +57,9 @@ class QueryKeyProjections:
     query: Projection
     key: Projection
     scale: float | None = None
-    """Scale of the logits of an explicit softmax; None if fused attention shows queries and keys."""
+    """Scale of the logits of an explicit softmax. None if fused attention shows queries and keys."""
     pairs: Int[Tensor, "P 2"] = field(default_factory=lambda: torch.empty(0, 2, dtype=torch.long))
-    """Pairs of channels of a head that rotary positions rotate into each other; empty without rotation."""
+    """Pairs of channels of a head that rotary positions rotate into each other. Empty without rotation."""
 
     @property
     def key_heads(self) -> int:
@@ -87,7 +87,7 @@ class QueryKeyProjections:
 
 
 def not_linear(model: nn.Module, name: str) -> str:
-    """Return why a module cannot be changed as a linear layer, as a relative clause; "" if it can."""
+    """Return why a module cannot be changed as a linear layer, as a relative clause. Return "" if it can."""
     outer = name.rpartition(".")[0]
     if any(is_adapter(model, module) for module in (name, outer, outer.rpartition(".")[0])):
         return "whose adapter is not merged: `merge_and_unload()` of peft merges it"
@@ -120,7 +120,7 @@ class ObservedPass:
         return {name for name in self.calls if self.is_linear(self.model, name)}
 
     def projections(self, name: str, call: int = -1) -> "MixerProjections":
-        """Return the finder for a mixer in one of its calls, by default the last."""
+        """Return the `MixerProjections` of one call of a mixer, by default of the last call."""
         last = {module: calls[min(call, len(calls) - 1)] for module, calls in self.calls.items()}
         outputs = {module: seen.output for module, seen in last.items() if _is_array(seen.output)}
         firsts = {module: seen.args[0] for module, seen in last.items() if seen.args}
@@ -161,9 +161,9 @@ def _near(site: str, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class MixerProjections:
-    """Linear layers around the heads of one mixer call; each is searched when it is first read.
+    """Linear layers around the heads of one mixer call. Each property searches its layer on the first read.
 
-    A text in place of a layer is the reason why there is none.
+    If no layer is found, the property is a text with the reason.
     """
 
     model: nn.Module
@@ -178,7 +178,7 @@ class MixerProjections:
 
     @cached_property
     def query_key(self) -> QueryKeyProjections | str:
-        """Layers of queries and keys that attention reads by their inner products alone, rotated or not."""
+        """Layers of queries and keys, which may be rotated, if attention reads only their inner products."""
         assert self.mixer is not None
         operator, place = self.mixer.operator, (self.mixer.name, self.mixer.stack, self.mixer.layer)
         if not isinstance(operator, DenseMixing | SoftmaxMixing):
@@ -204,7 +204,7 @@ class MixerProjections:
 
     @cached_property
     def value(self) -> Projection | str:
-        """Layer of the values; each value head is counted once."""
+        """Layer of the values. A value head that several query heads share is counted once."""
         if self.mixer is None or self.mixer.values is None:
             return "the outputs of its heads are not seen"
         values, reader = each_once(self.mixer.values), self.output
@@ -295,7 +295,7 @@ class MixerProjections:
 
         No formula for the angles is assumed. The rotation takes a pair (x, y) to (x cos − y sin, x sin + y
         cos), with one angle for all heads. The cos and sin of each token and pair are fitted to the model's
-        own values, and the residual must be rounding alone.
+        own values, and the residual must be rounding alone. Otherwise return the reason as text.
         """
         query, key = equal_norms(queries, self.linear), equal_norms(keys, self.linear)
         if not query or not key:
@@ -350,7 +350,7 @@ class MixerProjections:
 
 
 def linear_parts(module: nn.Module) -> tuple[Float[Tensor, "O D"], Float[Tensor, "O"] | None] | None:
-    """Return weight (out, in) and bias of a linear layer, as views; None for another module.
+    """Return weight (out, in) and bias of a linear layer, as views. Return None for any other module.
 
     ``Conv1D`` of transformers counts as linear; its weight is stored transposed.
     """
@@ -366,9 +366,9 @@ def find_projection(
 ) -> Projection | None:
     """Return the linear layer whose output, cut into heads, equals ``heads`` up to a constant factor.
 
-    Channels of head h may begin at ``offset + h·K``, as in a projection of queries or in ``[q | k | v]``. Or
-    they begin at ``(h·g + j)·K``, if each head has g adjacent parts (queries, keys, values) and j is the
-    part. Without a layer that fits, as before rotary positions or a norm, None is returned.
+    Channels of head h may begin at ``offset + h·K``, as in a projection of queries or in ``[q | k | v]``. If
+    each head has g adjacent parts (queries, keys, values), part j may also begin at ``(h·g + j)·K``. Return
+    None if no layer fits, for example because rotary positions or a norm change the output.
     """
     batch, count, tokens, width = heads.shape
     flat = as_float64(heads.transpose(1, 2).reshape(batch * tokens, count, width))
@@ -384,7 +384,7 @@ def find_projection(
 
 
 def equal_norms(heads: Float[Tensor, "B H T K"], outputs: Mapping[str, Tensor]) -> list[Projection]:
-    """Return the layers with heads of the same norms as in attention: rotations keep norms."""
+    """Return the layers whose outputs have the norms of ``heads``, because rotations keep norms."""
     batch, count, tokens, width = heads.shape
     wanted = as_float64(heads.transpose(1, 2)).norm(dim=-1)
     bound = FIT * torch.finfo(heads.dtype).eps * float(wanted.norm())
@@ -437,7 +437,7 @@ def _factor(heads: Tensor, candidate: Tensor, dtype: torch.dtype) -> float | Non
 
 
 def _fit(heads: Tensor, outputs: Mapping[str, Tensor]) -> tuple[float, Projection] | None:
-    """Return the projection of the first layer that fits, and its error; None if no layer fits.
+    """Return the error and the projection of the first layer that fits. Return None if no layer fits.
 
     A factor that differs from 1 only by rounding is set to 1.
     """
@@ -452,7 +452,7 @@ def _fit(heads: Tensor, outputs: Mapping[str, Tensor]) -> tuple[float, Projectio
 
 
 def _pairs(before: list[Tensor], after: list[Tensor], bound: float) -> Tensor | None:
-    """Return the channels that rotate into each other: halves of the rotated channels, or neighbors."""
+    """Return the rotated pairs of channels, from two halves or neighbors. Return None if nothing rotates."""
     width = before[0].shape[-1]
     prefixes = [torch.arange(end, device=before[0].device) for end in range(width - width % 2, 1, -2)]
     layouts: Iterable[Tensor] = (
@@ -461,14 +461,14 @@ def _pairs(before: list[Tensor], after: list[Tensor], bound: float) -> Tensor | 
     fitting = next((pairs for pairs in layouts if fit_rotation(pairs, before, after)[1] <= bound), None)
     if fitting is None:
         return None
-    # Two channels that attention reads bit by bit unchanged are no pair.
+    # Two channels that are equal bit by bit before and after are not rotated, so they are not a pair.
     same = torch.stack([(a == b).flatten(0, 2).all(0) for a, b in zip(before, after, strict=True)]).all(0)
     turning = fitting[~same[fitting].all(1)]
     return turning if len(turning) else None
 
 
 def _centred(logits: Float[Tensor, "2 H T S"], seen: Tensor) -> Float[Tensor, "H T S"]:
-    """Return the difference of two sequences' logits, minus its mean over each row's unmasked entries."""
+    """Return the difference of two sequences' logits, minus its mean over the ``seen`` entries of a row."""
     change = torch.where(seen, logits[0] - logits[1], 0.0)
     mean = change.sum(-1, keepdim=True) / seen.sum(-1, keepdim=True).clamp(min=1)
     return torch.where(seen, change - mean, 0.0)
@@ -477,7 +477,7 @@ def _centred(logits: Float[Tensor, "2 H T S"], seen: Tensor) -> Float[Tensor, "H
 def _candidates(
     heads: int, tokens: int, outputs: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Float[Tensor, "2 H T K"], Tensor]]:
-    """Yield each way to split outputs into heads, if they hold one, two or three of queries, keys, values."""
+    """Yield (name, heads, channels) for each way to split outputs of one, two or three of q, k, v."""
     for name, output in outputs.items():
         if output.dim() != 3 or output.shape[1] != tokens or output.shape[0] < 2:
             continue

@@ -60,27 +60,27 @@ class MixingCall:
     values: Tensor | None = None
     output: Tensor | None = None
     cross: bool | None = None
-    """True if keys come from another sequence than queries (cross-attention); None if not yet decided."""
+    """True if keys come from another sequence than queries (cross-attention). None if not yet decided."""
     lengths: Tensor | None = None
-    """Mask (B, T) that the self-attention module itself received, True for real tokens; None without one."""
+    """Mask (B, T) that the self-attention module received, True for real tokens. None if it received none."""
     whole: bool = False
     """True if the batch axis is known to hold whole sequences instead of windows."""
     apply_output: Callable[[Tensor], Tensor] | None = None
-    """Function from M V to the output of the module (gate, norm, output projection); None if unknown."""
+    """Function from M V to the output of the module (gate, norm, output projection). None if unknown."""
     axes: HeadAxes | None = None
-    """Conversion between the model's attention output and heads (B, H, T, V); None if it is not visible."""
+    """Conversion between the model's attention output and heads (B, H, T, V). None if it is not visible."""
     projection: Tensor | None = None
-    """Tokens projected to the subspace of each head (B, H, T, K); None if heads have no subspaces."""
+    """Tokens projected to the subspace of each head (B, H, T, K). None if heads have no subspaces."""
     kind: str = ""
-    """Kind of mixer; "" for the kind of the operator."""
+    """Kind of mixer. If it is "", the kind of the operator is used."""
 
 
 def fused_mixing(given: dict[str, Any], output: Tensor, call: ModuleCall) -> MixingCall:
     """Return the operator that `scaled_dot_product_attention` applied."""
     query, key, value = (given[name].detach() for name in FUSED_ARGUMENTS[:3])
-    query, key = query.clone(), key.clone()  # the model may change its own, such as a static cache of keys
+    query, key = query.clone(), key.clone()  # the model may change the originals, such as a key cache
     mask = given.get("attn_mask")
-    if isinstance(mask, CausalBias):  # the values of a CausalBias are not its mask
+    if isinstance(mask, CausalBias):  # variant and lengths define this mask, not its values
         later = mask.seq_len_kv - mask.seq_len_q if mask.variant is CausalVariant.LOWER_RIGHT else 0
         mask = query.new_ones(mask.seq_len_q, mask.seq_len_kv, dtype=torch.bool).tril(later)
     if mask is not None and mask.dim() > 2 and (mask.dim() != 4 or query.dim() != 4):
@@ -111,7 +111,7 @@ def flex_mixing(args: tuple[Any, ...], output: Tensor, call: ModuleCall) -> Mixi
 
 
 def _each_entry(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a function of (scores, b, h, i, j) for all entries, of a function for one entry."""
+    """Convert a function of one entry (score, b, h, i, j) to a function of the tensors of all entries."""
     for axis in (4, 3, 2, 1):
         mapped = (0, *(0 if axis == other else None for other in (1, 2, 3, 4)))
         function = torch.vmap(function, in_dims=mapped)
@@ -139,11 +139,11 @@ def explicit_mixing(mixed: SoftmaxProduct, call: ModuleCall) -> MixingCall:
 
 
 def why_no_tokens(mixed: SoftmaxProduct, calls: Sequence[ModuleCall]) -> str | None:
-    """Return why a product of a softmax with values does not mix tokens; None if it does.
+    """Return why a product of a softmax with values does not mix tokens. Return None if it mixes tokens.
 
     Routers, linear attention, channel attention and code books also multiply a softmax by values. A product
-    mixes tokens if its scores compare queries of tokens with keys of tokens (not channels), or if its number
-    of columns is the number of tokens in the input of an enclosing module.
+    mixes tokens if its scores compare queries and keys of tokens (not channels). A product also mixes tokens
+    if its number of columns is the number of tokens in the input of an enclosing module.
     """
     matrix, call = mixed.matrix, calls[-1]
     tokens, sources = matrix.shape[-2:]
@@ -178,8 +178,8 @@ def _streams_of_each_token(matrix: Tensor, calls: Sequence[ModuleCall]) -> bool:
 def _are_channels(mixed: SoftmaxProduct, calls: Sequence[ModuleCall]) -> bool:
     """Return True if the columns of a matrix are channels: columns times heads equal the width of an input.
 
-    The columns are tokens if the width of the values times heads also equals an input's width, or if the
-    matrix has one row per token of the innermost module's input (B, T, D).
+    The columns are tokens if the width of the values times heads also equals an input's width. They are also
+    tokens if the matrix has one row per token of the innermost module's input (B, T, D).
     """
     given = next((call.tokens for call in reversed(calls) if call.tokens is not None), None)
     if given is not None and not given.is_nested and mixed.matrix.shape[-2] == given.shape[1]:
@@ -194,7 +194,7 @@ def _are_channels(mixed: SoftmaxProduct, calls: Sequence[ModuleCall]) -> bool:
 def captured_mixer(
     mixing: MixingCall, calls: Sequence[ModuleCall], forward_pass: int, values: bool, call_id: CallId
 ) -> CapturedMixer:
-    """Return the `CapturedMixer` of a call, without stack and layer; ``values``: keep copies of V and M V."""
+    """Return the `CapturedMixer` of a call, without stack and layer. ``values`` adds copies of V and M V."""
     operator = mixing.operator
     with without_torch_function(), torch.no_grad():
         cross = is_cross(calls, operator) if mixing.cross is None else mixing.cross
@@ -222,8 +222,8 @@ def captured_mixer(
 
 
 def axis_notes(mixing: MixingCall, calls: Sequence[ModuleCall]) -> Iterator[str]:
-    """Yield notes on the rows and the columns of an operator, if they are not tokens, or may be others."""
-    operator, values = mixing.operator, None if mixing.whole else mixing.values  # readers know tokens
+    """Yield notes if the rows or columns of an operator are not tokens, or may be channels."""
+    operator, values = mixing.operator, None if mixing.whole else mixing.values  # whole: columns are tokens
     batch, heads, rows, columns = operator.shape
     name = re.sub(r"\b\d+\b", "*", calls[-1].name) or type(calls[-1].module).__name__
     widths = {call.tokens.size(-1) for call in calls if call.tokens is not None}
@@ -308,10 +308,10 @@ def find_token_mask(
     longer: bool = False,
     past_none: bool = False,
 ) -> Bool[Tensor, "B T"] | None:
-    """Return the two-axis mask of a given name and shape from the innermost module that has one.
+    """Return the two-axis mask of a given name and shape from the innermost module that received such a mask.
 
-    ``longer``: accept a mask with more tokens, and return its last entries.
-    ``past_none``: if a module received None, search the modules around it too.
+    If ``longer``, a mask with more tokens fits too, and its last entries are returned. If ``past_none``, the
+    search continues after a module that received None. Return None if no mask is found.
     """
     for depth in reversed(range(len(calls))):
         decodes = name == OWN_MASK and _runs_decoder(calls, depth)
@@ -333,7 +333,7 @@ def _runs_decoder(calls: Sequence[ModuleCall], depth: int) -> bool:
 
 
 def _is_token_mask(mask: Tensor) -> bool:
-    """Return True for a 0/1 mask with at least one 1 per sequence; False for an additive bias."""
+    """Return True for a 0/1 mask with at least one 1 per sequence. Return False for an additive bias."""
     return not mask.is_meta and bool(((mask == 0) | (mask == 1)).all() and (mask == 1).any(1).all())
 
 

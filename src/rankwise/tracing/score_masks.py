@@ -44,7 +44,7 @@ class Entries:
     def through(
         self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], source: Tensor, out: Tensor
     ) -> "Entries | None":
-        """Return the booleans for ``out``, the result of a call on ``source``; None if shapes do not fit."""
+        """Return the booleans for ``out``, computed from ``source``. Return None if the shapes do not fit."""
         was, shape = source.shape, out.shape
         if func in MOVES_AXES or func in CUTS:
             return Entries(shape, lambda hidden: func(hidden.reshape(was), *args[1:], **kwargs), (self,))
@@ -71,13 +71,13 @@ class Masks:
     def observe(
         self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor, compared: Any
     ) -> None:
-        """Register a call that returned scores; arguments in ``compared`` are scores, others are masks."""
+        """Register a call that returned scores. Arguments in ``compared`` are scores, others are masks."""
         sources = [arg for arg in args if isinstance(arg, Tensor) and arg in self._hidden]
         given = [self._hidden[source].through(func, args, kwargs, source, out) for source in sources]
         new = _newly_hidden(func, args, kwargs, compared)
         if new is not None:
             given.append(Entries(out.shape, new))
-        # One object for all paths: a list would double where paths join.
+        # Merge the masks of all paths into one object, because a list would double where two paths join.
         masks = tuple(dict.fromkeys(mask for mask in given if mask is not None))
         if masks:
             self._hidden[out] = masks[0] if len(masks) == 1 else _any_of(out.shape, masks)
@@ -85,7 +85,7 @@ class Masks:
     def allowed(self, scores: Tensor, compared: bool) -> Entries:
         """Return booleans, True at scores that no mask hides, so that their weight may be positive."""
         masked = self._hidden.get(scores)
-        # Products Q Kᵀ are never near the least number of their dtype. Other scores use a higher limit.
+        # Unmasked products Q Kᵀ may be below `MASKED_BELOW`, but not near the least number of their dtype.
         least = torch.finfo(scores.dtype).min / 2 if compared else MASKED_BELOW
 
         def make() -> Tensor:
@@ -102,7 +102,7 @@ def _any_of(shape: torch.Size, masks: tuple[Entries, ...]) -> Entries:
 def _newly_hidden(
     func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], compared: Any
 ) -> Callable[[], Tensor] | None:
-    """Return a function that computes which scores a call hides; None if the call hides none."""
+    """Return a function that computes which scores a call hides. Return None if the call hides no scores."""
     if func in FILLS and len(args) > 1 and _low(args[2] if len(args) > 2 else kwargs.get("value")):
         filled = args[1]
         return lambda: filled

@@ -22,7 +22,7 @@ ADDED_PRODUCTS = {torch.baddbmm, *named_functions(Tensor, "baddbmm baddbmm_")}
 """Functions that compute scores as bias + Q Kᵀ in one call."""
 LINEAR_LAYERS = {torch.addmm, *named_functions(F, "linear conv1d conv2d conv3d")}
 STARTS_ANEW = LINEAR_LAYERS | named_functions(F, "layer_norm rms_norm group_norm batch_norm embedding")
-"""Layers with parameters: their output no longer counts as scores, unless it is scores of mixed heads."""
+"""Layers with parameters. Their output does not count as scores, unless they only mix heads of scores."""
 LAST_AXIS = named_functions(F, "linear layer_norm rms_norm")
 """Layers with parameters that act on the last axis."""
 SOFTMAX = {torch.softmax, Tensor.softmax, F.softmax, torch.special.softmax}

@@ -21,16 +21,16 @@ ATTRIBUTES = (
 """Arguments of `multi_head_attention_forward` that are attributes of `nn.MultiheadAttention`."""
 LAYERS = nn.MultiheadAttention, nn.TransformerEncoderLayer
 FAST_PATH = *LAYERS, nn.TransformerEncoder
-"""PyTorch's layers that may run on its fast path; the encoder decides on it before its layers run."""
+"""PyTorch's layers that may run on the fast path. `nn.TransformerEncoder` decides before its layers run."""
 
 
 def is_torch_layer(module: nn.Module, kinds: tuple[type[nn.Module], ...] = LAYERS) -> bool:
-    """Return True for PyTorch's layers with torch's own ``forward``."""
+    """Return True if a module is a PyTorch layer of ``kinds`` whose ``forward`` no subclass has replaced."""
     return any(isinstance(module, kind) and type(module).forward is kind.forward for kind in kinds)
 
 
 def why_not_known(module: nn.Module, called_inside: bool) -> str | None:
-    """Return why the operator of a finished layer call cannot be computed from inputs; None if it can."""
+    """Return why the operator of a finished call cannot be computed from inputs. Return None if it can."""
     if "forward" in vars(module) and not hasattr(module, "_hf_hook"):
         return "its `forward` was replaced on the module itself; name it in `sites=` to capture it"
     attention = module.self_attn if isinstance(module, nn.TransformerEncoderLayer) else module
@@ -65,7 +65,7 @@ def layer_mixing(
 
 
 def functional_mixing(args: tuple[Any, ...], kwargs: dict[str, Any], outer: ModuleCall) -> MixingCall | None:
-    """Return the operator of `multi_head_attention_forward`; None if keys or values are already projected."""
+    """Return the operator of `multi_head_attention_forward`. Return None for projected keys or values."""
     given = inspect.signature(F.multi_head_attention_forward).bind(*args, **kwargs).arguments
     if given.get("static_k") is not None or given.get("static_v") is not None:
         return None
@@ -97,7 +97,7 @@ def attention_by_heads(
 
 
 def from_attention(attention: Any, given: dict[str, Any], outer: ModuleCall | None) -> MixingCall:
-    """Return the operator of an `nn.MultiheadAttention`, or an object with these attributes, on arguments."""
+    """Return the operator of `nn.MultiheadAttention`, or of an object with its attributes, for arguments."""
     query, key, value = given["query"], given["key"], given["value"]
     attn_mask, key_padding_mask = given.get("attn_mask"), given.get("key_padding_mask")
     cross = _is_cross(query, key, outer)
@@ -114,8 +114,8 @@ def from_attention(attention: Any, given: dict[str, Any], outer: ModuleCall | No
         lengths = ~hidden.reshape(-1, hidden.shape[-1])
     projected = _projections(attention, query, key, value)
     q, k, v = (tensor.unflatten(-1, (attention.num_heads, -1)).transpose(1, 2) for tensor in projected)
-    # Given is_causal, no key_padding_mask and need_weights=False, PyTorch uses its own causal mask. It hides
-    # the column that bias_k or add_zero_attn appends from every row; the given mask would show this column.
+    # If is_causal=True, key_padding_mask=None and need_weights=False, PyTorch uses its own causal mask. This
+    # mask hides the column that bias_k or add_zero_attn appends. The given mask would show the column.
     added = attention.bias_k is not None or attention.add_zero_attn
     hinted = given.get("is_causal", False) and given.get("key_padding_mask") is None
     causal = bool(added and hinted and not given.get("need_weights", True))
@@ -127,7 +127,11 @@ def from_attention(attention: Any, given: dict[str, Any], outer: ModuleCall | No
 
 
 def _is_cross(query: Tensor, key: Tensor, outer: ModuleCall | None) -> bool:
-    """Return True for cross-attention: keys differ in length, or are another input of the outer module."""
+    """Return True for cross-attention, in which keys come from another sequence than queries.
+
+    The sequences differ if their shapes differ. They also differ if query and key are different tensors, and
+    the outer module received several streams or does not exist.
+    """
     if query is key or query.is_nested:
         return False
     if query.shape != key.shape:
@@ -154,7 +158,7 @@ def _projections(attention: Any, query: Tensor, key: Tensor, value: Tensor) -> t
 def _joint_mask(
     attn_mask: Tensor | None, key_padding_mask: Tensor | None, q: Tensor, k: Tensor
 ) -> Tensor | None:
-    """Merge both masks to one bias (B or 1, H or 1, T, S), as PyTorch does."""
+    """Merge both masks into one bias (B or 1, H or 1, T, S), as PyTorch does. Return None without masks."""
     batch, heads, tokens, _ = q.shape
     biases = []
     if attn_mask is not None:
@@ -166,7 +170,7 @@ def _joint_mask(
     if not biases:
         return None
     joint = biases[0] if len(biases) == 1 else biases[0] + biases[1]
-    missing = k.shape[-2] - joint.shape[-1]  # every row sees the columns that bias_k adds
+    missing = k.shape[-2] - joint.shape[-1]  # padded by 0: every row sees columns that bias_k adds
     return F.pad(joint, (0, max(missing, 0)))
 
 

@@ -21,7 +21,7 @@ class CapturedMixer:
     name: str
     """Name of the module, such as ``encoder.layer.0.attention.self``."""
     layer: int
-    """Index of the block in the stack, from 0; it reads state ``layer`` and writes state ``layer + 1``."""
+    """Index of the block in the stack, from 0. The block reads state ``layer`` and writes ``layer + 1``."""
     kind: str
     """Kind of operator, such as softmax, semiseparable, selective, toeplitz, linear or diagonal."""
     operator: MixingOperator
@@ -43,18 +43,18 @@ class CapturedMixer:
     call_id: CallId = UNNUMBERED
     """Address of the call, unique in a forward pass; an `Intervention` receives this address too."""
     values: Float[Tensor, "B Hv S V"] | None = None
-    """Values V that the operator mixes; None without ``capture(values=True)``."""
+    """Values V that the operator mixes. None if they are unknown, or `capture` has ``values=False``."""
     output: Float[Tensor, "B H T V"] | None = None
-    """Product M V as the model computed it; None without ``values=True``, or if a fused layer hides it."""
+    """Product M V as the model computed it. None if ``values=False``, or a fused layer hides the product."""
     apply_output: Callable[[Tensor], Tensor] | None = None
     """Function that maps ``operator @ values`` to the output of a state-space layer: skip D·x, gate, norm and
-    output projection. None without ``values=True``.
+    output projection. None for other layers, or if ``values=False``.
     """
     projection: Float[Tensor, "B H T K"] | None = None
     """Tokens projected to the subspace of each head; only for token statistics self-attention (TSSA)."""
 
     def address(self, head: int | None = None) -> Address:
-        """Return the address of a head of this call; None addresses the whole call."""
+        """Return the address of a head of this call, or of the whole call if ``head`` is None."""
         return Address(self.stack, self.layer, self.name, self.call, head)
 
     def __repr__(self) -> str:
@@ -72,7 +72,7 @@ class CapturedState:
     """Number of blocks of the stack that ran before; state 0 is the output of the embedding."""
     tokens: Float[Tensor, "B T D"]
     mask: Bool[Tensor, "B T"] | None = None
-    """True for real tokens, False for padding; None if no padding is known."""
+    """True for real tokens, False for padding. None if no padding is known."""
     stack: str = ""
     forward_pass: int = 0
 

@@ -21,7 +21,7 @@ MIXER_NAME = re.compile(
 NO_OPERATOR = re.compile(
     "DeformableAttention$|^(Mra|LSH|Yoso)SelfAttention$|^[xm]LSTMBackend$|^GroupViTAssignAttention$"
 )
-"""Class names in `PACKAGES` of layers whose products are steps of another computation, such as hashing."""
+"""Pattern of classes in `PACKAGES` whose products are only steps of another computation, such as hashing."""
 PACKAGES = ("transformers.models.", "mlstm_kernels.")
 NOT_A_MIXER = re.compile(
     r"(Output|Dropout|Norm|Mask|Embedding|Bias|Config|Pool(ing|er)|Mlp|MLP|FeedForward|Block|Layer|Model"
@@ -62,12 +62,12 @@ class Sightings:
     captured: set[str] = field(default_factory=set)
     """Names of modules in which a mixer was captured."""
     left_out: dict[tuple[str, str], bool] = field(default_factory=dict)
-    """Pairs (module, reason) of mixers that were not captured; True if a reader could not read the call."""
+    """Keys (module, reason) of mixers that were not captured. The value is True for a reader's reason."""
     other_mixing: dict[str, str] = field(default_factory=dict)
-    """By module name, the torch function by which the module mixed tokens without attention."""
+    """By module name, the name of the torch function that mixed tokens without attention."""
 
     def leave_out(self, name: str, reason: str, exact: bool = False) -> None:
-        """Register the reason why a mixer was not captured; ``exact``: its reader could not read it."""
+        """Register why a mixer was not captured. ``exact`` is True if a reader could not read its call."""
         self.left_out.setdefault((name, reason), exact)
 
     def note_function(self, calls: Sequence[ModuleCall], func: Any, args: Any, kwargs: Any, out: Any) -> None:
@@ -81,10 +81,10 @@ class Sightings:
     def note_other_mixing(self, call: ModuleCall) -> None:
         """Register the modules that mixed tokens without attention during a finished call.
 
-        They are registered if the call returns one vector for each token that it read. They are not
-        registered if a mixer was captured in the call: a short convolution before a scan is a part of the
-        mixer. But a block may contain several mixers, so in a block the modules outside of captured mixers
-        are registered.
+        The modules are registered if the call returns one vector for each token that it read. If a mixer was
+        captured in the call, other mixing belongs to this mixer and is not registered. An example is a short
+        convolution before a scan. But a block may contain several mixers, so in a block the modules outside
+        of captured mixers are registered.
         """
         if not call.other_mixing or (call.mixed_inside and call.block is None):
             return
@@ -105,7 +105,7 @@ class Sightings:
         """Yield the outermost modules that look like mixers, except inside or around captured mixers."""
         reasons: dict[str, str] = {}
         for (name, reason), _ in sorted(self.left_out.items(), key=itemgetter(1)):
-            reasons.setdefault(name, reason)  # reasons of readers come after others
+            reasons.setdefault(name, reason)  # a reader's reason counts only without another reason
         candidates = candidates | set(reasons) | set(self.other_mixing)
         seen = {name for name in candidates if any(_related(name, site) for site in self.captured)}
         outermost: list[str] = []
@@ -158,7 +158,7 @@ CONVOLUTIONS = {torch.conv1d, F.conv1d, torch.conv2d, F.conv2d, torch.conv3d, F.
 
 def _mixed_lengths(out: Tensor, input: Tensor, weight: Tensor, *rest: Any, **named: Any) -> set[int]:
     """Return the lengths of the axes that a convolution or a linear layer mixes, and that may be tokens."""
-    if weight.dim() == 2:  # as in the token mixing of an MLP-Mixer, which turns channels and tokens
+    if weight.dim() == 2:  # an MLP-Mixer swaps channels and tokens, so that a linear layer mixes tokens
         return {input.shape[-1]} if input.dim() > 2 and input.shape[-1] != input.shape[-2] else set()
     if prod(weight.shape[2:]) == 1 or input.dim() != weight.dim():
         return set()

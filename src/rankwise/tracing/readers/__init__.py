@@ -1,6 +1,6 @@
 """Readers: read the operator (mixing matrix) of a layer from its weights and recorded submodule calls.
 
-To add a reader, write a subclass of `OperatorReader` in a file here, and add an instance to `READERS`.
+To add a reader, write a subclass of `OperatorReader` in this folder, and add an instance to `READERS`.
 """
 
 from torch import nn
@@ -28,7 +28,7 @@ READERS: tuple[OperatorReader, ...] = (
 
 
 def reader_of(module: nn.Module) -> OperatorReader | None:
-    """Return the first reader that reads a module; None if no reader does."""
+    """Return the first reader that reads a module. Return None if no reader reads the module."""
     return next((reader for reader in READERS if reader.reads(module)), None)
 
 

@@ -43,7 +43,7 @@ class NotExactError(RankwiseError):
 
 
 class OperatorReader(ABC):
-    """Base class: read the operators (mixing matrices) of one family of layers exactly, or not at all.
+    """Base class of readers. A reader reads the operators of one family of layers exactly, or not at all.
 
     A reader reads weights of the mixer, and inputs and outputs of submodules. It changes nothing and runs
     no module again.
@@ -54,16 +54,17 @@ class OperatorReader(ABC):
     inner: ClassVar[tuple[str, ...]] = ()
     """Names of submodules whose calls are recorded until the mixer's call ends."""
     output_projection: ClassVar[str | None] = None
-    """Submodule that reads the concatenated heads (B, T, H·V); "" if the mixer returns them; else None."""
+    """Submodule that reads the concatenated heads (B, T, H·V). It is "" if the mixer returns these heads
+    itself, and None if they are not visible."""
     head_count: ClassVar[str] = ""
-    """Name of the mixer's attribute with the number of heads; "" if each channel is a head."""
+    """Name of the mixer's attribute with the number of heads. It is "" if each channel is a head."""
 
     def reads(self, module: nn.Module) -> bool:
         """Return True if the reader reads modules of this class."""
         return named(module, self.classes)
 
     def why_not(self, call: ModuleCall) -> str | None:
-        """Return why the operator of a starting call cannot be read exactly; None if it can."""
+        """Return why the operator of a starting call cannot be read exactly. Return None if it can."""
         return None
 
     def joined_heads(self, module: nn.Module) -> tuple[str, int] | None:
@@ -77,7 +78,7 @@ class OperatorReader(ABC):
 
     @abstractmethod
     def mixing(self, call: ModuleCall, inner: InnerCalls, values: bool) -> MixingCall:
-        """Return the operator of a finished call, and V and ``apply_output``, which ``values`` asks for.
+        """Return the operator of a finished call. If ``values``, also return V and ``apply_output``.
 
         Raises:
             NotExactError: if the recorded calls do not determine the operator.
@@ -93,7 +94,7 @@ def named(module: nn.Module, classes: frozenset[str]) -> bool:
 
 
 def output_of(inner: InnerCalls, name: str) -> Tensor:
-    """Return the output of a submodule; raise `NotExactError` if the submodule was not called."""
+    """Return the output of a submodule. Raise `NotExactError` if the submodule was not called."""
     if name not in inner:
         raise NotExactError(FUSED)
     output: Tensor = inner[name].output
@@ -117,7 +118,7 @@ class StateSpaceReader(OperatorReader):
     output_projection = "out_proj"
 
     def why_not(self, call: ModuleCall) -> str | None:
-        """Return a reason if a cache holds earlier tokens, or a batch row packs several sequences."""
+        """Return why not to read a call if a cache holds earlier tokens or a row packs several sequences."""
         layer = getattr(call.module, "layer_idx", None)
         for cache in map(call.argument, ("cache_params", "past_key_values")):
             if cache not in (None, ABSENT) and cache.get_conv_state(layer) is not None:
@@ -130,9 +131,9 @@ class ProtocolReader(OperatorReader):
     """Reader of modules that describe their own mixing by methods, which are called after ``forward``.
 
     ``mixing_operator`` returns the operator (B, H, T, S) that ``forward`` applies to the same arguments. All
-    other attributes are optional. ``mixing_values`` returns the values (B, H, S, V), ``mixing_projection``
-    the tokens in the subspace of each head (B, T, H, K). ``output_projection`` is the name of the submodule
-    that reads the concatenated heads (B, T, H V), and ``num_heads`` is the number of heads.
+    other attributes are optional. ``mixing_values`` returns the values (B, H, S, V). ``mixing_projection``
+    returns the tokens in the subspace of each head (B, T, H, K). ``output_projection`` is the name of the
+    submodule that reads the concatenated heads (B, T, H V), and ``num_heads`` is the number of heads.
     """
 
     def reads(self, module: nn.Module) -> bool:
@@ -140,13 +141,16 @@ class ProtocolReader(OperatorReader):
         return callable(getattr(module, "mixing_operator", None))
 
     def why_not(self, call: ModuleCall) -> str | None:
-        """Return a reason if the call has a cache, because a second call would change the cache."""
+        """Return why not to read a call with a cache: the module's own methods would change the cache."""
         if has_cache([call]):
             return "it was called with a cache that a second call would change; capture it without one"
         return None
 
     def joined_heads(self, module: nn.Module) -> tuple[str, int] | None:
-        """Return ``output_projection`` and ``num_heads`` of the module; without ``num_heads``, 0."""
+        """Return the module's ``output_projection`` and ``num_heads``. A missing ``num_heads`` counts as 0.
+
+        Return None if ``output_projection`` is missing, or if an attribute has the wrong type.
+        """
         name, heads = getattr(module, "output_projection", None), getattr(module, "num_heads", 0)
         return (name, heads) if isinstance(name, str) and isinstance(heads, int) else None
 
@@ -166,7 +170,7 @@ class ProtocolReader(OperatorReader):
 
 
 def _own_method(call: ModuleCall, name: str, *args: Any, **kwargs: Any) -> Any:
-    """Return what a module's method returns, None if it has no such method; restore torch's random state."""
+    """Return the result of a method (None if the module lacks it), and restore torch's random state."""
     method = getattr(call.module, name, None)
     devices = {tensor.device for tensor in (*call.module.parameters(), *call.tensors)}
     drawn = [device for device in devices if device.type == "cuda"]
@@ -182,7 +186,7 @@ class NoOperatorReader(OperatorReader):
         return has_no_operator(module)
 
     def mixing(self, call: ModuleCall, inner: InnerCalls, values: bool) -> MixingCall:
-        """Raise `NotExactError`."""
+        """Raise `NotExactError`, because no matrix describes the layer."""
         raise NotExactError(NO_MATRIX)
 
 
@@ -227,7 +231,7 @@ class RunningReaders:
             raise
         except NotExactError as error:
             reason = error.reason
-        except Exception as error:  # catch everything: the module may differ in other versions
+        except Exception as error:  # any error, because the module may differ in other versions
             reason = _unreadable(error)
         self._sightings.leave_out(call.name, reason, exact=True)
         return None

@@ -26,11 +26,11 @@ class MambaReader(StateSpaceReader):
     parts = frozenset({"in_proj", "conv1d", "x_proj", "dt_proj", "out_proj", "A_log", "D"})
 
     def reads(self, module: nn.Module) -> bool:
-        """Return True also for layers of other libraries that have the same parts."""
+        """Return True for the listed classes, and for layers of other libraries with the same parts."""
         return super().reads(module) or self.parts <= _parts(module)
 
     def why_not(self, call: ModuleCall) -> str | None:
-        """Return a reason also if a layer of another library has further parts."""
+        """Return why not to read a call, also if a layer of another library has further parts."""
         others = _parts(call.module) - {*self.parts, *self.inner, "act"}
         if others and not super().reads(call.module):
             return (

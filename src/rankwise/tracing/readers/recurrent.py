@@ -29,7 +29,7 @@ NORM_EPS = 1e-6
 
 
 class RGLRUReader(OperatorReader):
-    """Reads RG-LRU: per channel one scan with a state of one number; gates set its decay and input weight.
+    """Reads RG-LRU: one scan per channel, with one number as state. Gates set the decay and input weight.
 
     Values are the unit's input, after the short convolution; M V is the unit's output. The unit ignores
     padding masks, so real tokens depend on padding to their left, both in the model and in M.
@@ -39,7 +39,7 @@ class RGLRUReader(OperatorReader):
     output_projection = ""
 
     def why_not(self, call: ModuleCall) -> str | None:
-        """Return a reason if the unit starts from an earlier state, which the first token does not reset."""
+        """Return why not to read a call if it starts from an earlier state that no first token resets."""
         state, positions = getattr(call.module, "recurrent_states", None), call.argument("position_ids")
         fresh = state is None or not bool(state.any()) or bool((positions[:, 0] == 0).all())
         return None if fresh else CONTINUED
@@ -81,7 +81,7 @@ class LightningReader(OperatorReader):
     head_count = "num_attention_heads"
 
     def why_not(self, call: ModuleCall) -> str | None:
-        """Return a reason if the state holds earlier tokens."""
+        """Return why not to read a call if a cache holds earlier tokens."""
         layer: Any = call.module
         cache = call.argument("past_key_values")
         fresh = cache in (None, ABSENT) or cache.get_linear_cache(layer.layer_idx) is None
@@ -106,11 +106,11 @@ class LightningReader(OperatorReader):
 
 
 class RwkvReader(OperatorReader):
-    """Reads RWKV-4: per channel weights that decay with distance, and rows that sum to 1.
+    """Reads RWKV-4: one matrix per channel. Its weights decay with distance, and its rows sum to 1.
 
     ``M[t, s] = exp(k_s − (t − 1 − s) w) / z_t`` for s < t and ``exp(k_t + u) / z_t`` for s = t, with key k,
     decay w, bonus u and row sum z_t: a scan delayed by one token, plus a diagonal. Values are the output of
-    the value projection. The layer applies receptance and output projection after M V. It ignores padding.
+    the value projection. The layer applies receptance and output projection after M V, and ignores padding.
     """
 
     classes = frozenset({"RwkvSelfAttention"})
@@ -118,7 +118,7 @@ class RwkvReader(OperatorReader):
     output_projection = "output"
 
     def why_not(self, call: ModuleCall) -> str | None:
-        """Return a reason if the state holds earlier tokens, that is, if its sums are not zero."""
+        """Return why not to read a call if the state holds earlier tokens, so that its sums are not zero."""
         state, layer = call.argument("state"), call.module.layer_id
         fresh = state in (None, ABSENT) or not bool(state[3][:, :, layer].any())
         return None if fresh else CONTINUED
@@ -229,7 +229,7 @@ class GatedDeltaReader(StateSpaceReader):
 
 
 Projected = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Concatenated q, k, v before the short convolution; output gate; write strength β; log-decay."""
+"""Concatenated q, k, v before the short convolution, then output gate, write strength β and log-decay."""
 
 
 def _by_token(layer: Any, inner: InnerCalls) -> Projected:
@@ -267,10 +267,10 @@ def _activation(layer: Any) -> Callable[[Tensor], Tensor]:
 
 
 def _scaled(x: Tensor) -> Tensor:
-    """Return x divided by its norm, times rsqrt as in layers with a decay per token (same rounding)."""
+    """Return x scaled to norm 1 by rsqrt, which rounds as in layers with a decay per token."""
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + NORM_EPS)
 
 
 def _divided(x: Tensor) -> Tensor:
-    """Return x divided by its norm, over sqrt as in layers with a decay per feature (same rounding)."""
+    """Return x scaled to norm 1 by division by sqrt, which rounds as in layers with a decay per feature."""
     return x / torch.sqrt((x * x).sum(-1, keepdim=True) + NORM_EPS)

@@ -17,9 +17,9 @@ DRAWN = "in training it draws its random blocks inside itself; call model.eval()
 class LongformerReader(OperatorReader):
     """Reads Longformer: one softmax over a window and the global tokens; a mask hides all other columns.
 
-    Global tokens have separate queries and keys. Here local and global queries are concatenated along
-    features: a local row is 0 in the second half, a global row in the first. So one product Q Kᵀ contains
-    both scores. Global rows also have separate values, so calls with global tokens keep no values.
+    Global tokens have separate queries and keys. The reader concatenates local and global queries along
+    features. A local row is 0 in the second half, and a global row is 0 in the first half. So one product
+    Q Kᵀ contains both scores. Global rows also have separate values, so these calls keep no values.
     """
 
     classes = frozenset({"LongformerSelfAttention", "LEDEncoderSelfAttention"})
@@ -54,14 +54,16 @@ class LongformerReader(OperatorReader):
 
 
 def _local(layer: Any, hidden: Tensor) -> Tensor:
-    """Return True at columns in the window of each row, (B, 1, T, T), without hidden rows and columns."""
+    """Return booleans (B, 1, T, T), True at columns in the window of a row if neither is hidden."""
     tokens = torch.arange(hidden.shape[1], device=hidden.device)
     near = (tokens[:, None] - tokens).abs() <= layer.one_sided_attn_window_size
     return near & ~hidden[:, None, None] & ~hidden[:, None, :, None]
 
 
 class BigBirdReader(OperatorReader):
-    """Reads BigBird: one softmax over three blocks around a row, the first and last block; others are hidden.
+    """Reads BigBird: one softmax over the three blocks around a row, the first block and the last block.
+
+    All other blocks are hidden, except for rows of the first and last block, which see all blocks.
 
     In evaluation, transformers replaces every random block by the first block. The softmax then counts the
     first block n times, which equals one block with log n added to its scores.
