@@ -142,6 +142,8 @@ def test_a_row_of_equal_numbers_has_no_direction_once_it_is_centred() -> None:
     y = (0.1 * torch.arange(1.0, 9.0, dtype=torch.float64))[:, None].expand(8, 7)
     assert skip_bound(y, 0 * y, 1.0, norm="layer") == 0
     assert min_lambda_for_spread(y, 0 * y, 0.5, norm="layer") == math.inf
+    ones = torch.ones(2, 2)  # ∞ · 0 in the bound of the paper
+    assert min_lambda_paper(ones, torch.eye(2), torch.eye(2), 0.5, norm="layer") == math.inf
 
 
 @pytest.mark.parametrize("moved", [True, False])
