@@ -315,10 +315,10 @@ def test_the_change_is_that_of_every_result_and_never_a_softmax_of_scores(kind, 
     assert by_hand > 0
 
 
-def test_logits_of_another_size_than_the_classes_are_values():
-    model = bert("BertForTokenClassification", num_labels=3)
+def test_logits_as_many_as_the_pixels_of_a_patch_are_no_classes():
+    model = bert("BertForTokenClassification", num_labels=12)
     assert measure(model, [{"input_ids": ids()}], CHEAP).loss.startswith("KL divergence")
-    model.classifier = nn.Linear(16, 12)  # as pixels of a patch
+    model.config.patch_size, model.config.num_channels = 2, 3
     assert measure(model, [{"input_ids": ids()}], CHEAP).loss == "relative squared change of the output"
 
 
@@ -332,6 +332,13 @@ def test_a_tuple_of_results_is_read_in_a_dict_and_encoder_states_are_not():
         "masks_queries_logits",
     ]
     assert [*losses.results_of({"pooler_output": first, "last_hidden_state": second})] == [
+        "last_hidden_state"
+    ]
+    assert [*losses.results_of({"itm_score": first, "last_hidden_state": second})] == [
+        "itm_score",
+        "last_hidden_state",
+    ]
+    assert [*losses.results_of({"last_hidden_state": second, "router_logits": (first,)})] == [
         "last_hidden_state"
     ]
     assert [*losses.results_of({"hidden_states": (first,)})] == ["hidden_states"]

@@ -230,6 +230,9 @@ def test_one_model_is_used_by_one_thread_and_other_models_in_parallel():
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
     in_threads(*(partial(use, part) for part in (model, model[0], model, model[0])))
     assert max(most) == 1
+    kept, model[0] = model[0], torch.nn.Linear(2, 2)  # as a change of the model does
+    in_threads(*(partial(use, part) for part in (model, model, kept)))
+    assert max(most) <= 2
     in_threads(*(partial(use, torch.nn.Linear(2, 2), wait=True) for _ in range(2)))
     assert exclusive(exclusive(len))([1]) == 1, "a thread may enter again, also without a model"
 

@@ -6,6 +6,7 @@ Needs nothing but torch and pytest. `make torch TORCH=2.9.0` runs it against a v
 import importlib
 from collections import OrderedDict, defaultdict, deque
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -289,7 +290,6 @@ def test_containers_and_hooks_are_restored_together() -> None:
             module.built = True
             module[0].register_forward_hook(lambda *_: None, with_kwargs=True)
             module[0].register_forward_pre_hook(lambda *_: None)
-            handle.remove()
             module.ordered.move_to_end("a"), module.ordered.update(b=2)
             module.counts["x"] += 1
             module.names.add("b")
@@ -297,9 +297,37 @@ def test_containers_and_hooks_are_restored_together() -> None:
     after = [list(store) for store in (module.ordered, module.counts, module.names, module.last)]
     assert before == after
     assert len(torch_private.forward_hooks(module[0])) == 1, "torch keeps hooks elsewhere"
-    handle.remove()
-    assert not torch_private.forward_hooks(module[0])
+    with torch_private.preserve_state(module):
+        handle.remove()
+    assert not torch_private.forward_hooks(module[0]), "a hook that removes itself would come back"
     assert not module[0]._forward_hooks_with_kwargs
+
+
+def test_views_of_buffers_stay_views_and_generators_begin_again() -> None:
+    module = nn.Module()
+    module.register_buffer("rows", torch.zeros(2, 3))
+    module.views, module.other = [*module.rows.unbind(0)], module.rows.T
+    module.drawn, module.numpy = torch.Generator().manual_seed(1), np.random.default_rng(1)
+    drawn = []
+    for _ in range(2):
+        with torch_private.preserve_state(module):
+            module.rows.add_(1)
+            assert (torch.stack(module.views) == 1).all()
+            assert (module.other == 1).all()
+            drawn.append((torch.rand(1, generator=module.drawn).item(), module.numpy.random()))
+    assert not module.rows.any()
+    assert module.views[1].data_ptr() == module.rows[1].data_ptr()
+    assert drawn[0] == drawn[1]
+
+
+def test_data_of_a_model_is_not_walked() -> None:
+    module, nested = nn.Module(), []
+    for _ in range(2000):
+        nested = [nested]
+    module.nested, module.words = nested, [*range(torch_private.LONGEST + 1)]
+    with torch_private.preserve_state(module):
+        module.words.append(0)
+    assert len(module.words) == torch_private.LONGEST + 2
 
 
 def test_reset() -> None:

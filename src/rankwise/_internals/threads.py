@@ -8,14 +8,13 @@ never wait, and results do not depend on the number of threads. Decision 004 rep
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import lru_cache, wraps
 from typing import Any, TypeVar
 
 import torch
 from threadpoolctl import ThreadpoolController
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 Item = TypeVar("Item")
@@ -33,8 +32,9 @@ class _Inside(threading.local):
 
 _inside = _Inside()
 _lock = threading.Lock()
-_model_locks: Any = WeakIdKeyDictionary()
-"""Lock of each model in use, by its first parameter."""
+_changed = threading.Condition()
+_in_use: list[tuple[int, set[int]]] = []
+"""Thread, and `id` of each module, of the running functions that use a model alone."""
 _limits: list[Any] = []
 """One limit of numpy's BLAS per active `one_thread`. The first stores the original number of threads."""
 
@@ -42,19 +42,28 @@ _limits: list[Any] = []
 def exclusive(function: FunctionT) -> FunctionT:
     """Return a function that waits until no other thread uses the model among its arguments.
 
-    Hooks and changes of a model act in all threads. A model and a module inside it are the same here if they
-    have the same first parameter. Threads with different models run in parallel.
+    Hooks and changes of a model act in all threads. Two models are in each other's way if they share a
+    module. Threads with other models run in parallel.
     """
 
     @wraps(function)
     def waiting(*args: Any, **kwargs: Any) -> Any:
-        models = (value for value in (*args, *kwargs.values()) if isinstance(value, nn.Module))
-        model = next(models, None)
-        first = model if model is None else next(model.parameters(), model)
-        with _lock:
-            lock = nullcontext() if first is None else _model_locks.setdefault(first, threading.RLock())
-        with lock:
+        models = [value for value in (*args, *kwargs.values()) if isinstance(value, nn.Module)]
+        modules = {id(module) for model in models for module in model.modules()}
+        thread = threading.get_ident()
+
+        def free() -> bool:
+            return not any(modules & used for other, used in _in_use if other != thread)
+
+        with _changed:
+            _changed.wait_for(free)
+            _in_use.append((thread, modules))
+        try:
             return function(*args, **kwargs)
+        finally:
+            with _changed:
+                _in_use.remove((thread, modules))
+                _changed.notify_all()
 
     return waiting  # type: ignore[return-value]
 

@@ -5,11 +5,12 @@ names.
 """
 
 import sys
-from collections import OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, TypeVar, no_type_check
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -223,23 +224,33 @@ def set_attribute(module: nn.Module, name: str, value: object) -> Callable[[], N
     return restore
 
 
+LONGEST = 10_000
+"""Number of entries above which a container of a model is data, such as a vocabulary, and no state."""
+
+
 @contextmanager
 def preserve_state(model: nn.Module) -> Iterator[None]:
     """Context manager in which a model works on copies of its buffers, and which restores its attributes.
 
-    Counters, caches, running statistics and hooks are restored, also in lists, dicts, sets and deques. If a
-    first run adds hooks and notes this in an attribute, the hooks and the note are removed. The original
-    tensors are not written to, so the backward passes of earlier and later operations stay valid. The content
-    of other objects is not restored. Nothing is restored if the model adds modules or parameters, as lazy
-    modules do, because attributes record the addition. Cost: a copy of the buffers.
+    Counters, caches, running statistics and random generators are restored, also in lists, dicts, sets and
+    deques. Added hooks are removed; hooks that remove themselves stay removed. If a first run adds hooks and
+    notes this in an attribute, the hooks and the note are removed. The original tensors are not written to,
+    so the backward passes of earlier and later operations stay valid. The content of other objects and of
+    containers with more than `LONGEST` entries is not restored. Nothing is restored if the model adds modules
+    or parameters, as lazy modules do, because attributes record the addition. Cost: a copy of the buffers.
     """
     special = (torch.jit.ScriptModule, nn.modules.lazy.LazyModuleMixin)  # these store state elsewhere
     modules = [module for module in model.modules() if not isinstance(module, special)]
     stores: list[Any] = [store for module in modules for store in (module._buffers, vars(module))]
     torch_names = ("_buffers", "_parameters", "_modules")
-    held = [value for module in modules for name, value in vars(module).items() if name not in torch_names]
-    stores += _containers(held, {}).values()
-    copies: dict[int, Tensor] = {}  # a tensor with two names is copied once
+    attributes = [item for module in modules for item in vars(module).items()]
+    own = [(name, value) for name, value in attributes if name not in torch_names]
+    hooks = {id(value) for name, value in own if "_hooks" in name and isinstance(value, dict)}
+    stores += _containers(value for _, value in own)
+    values = [value for store in stores for value in (store.values() if isinstance(store, dict) else store)]
+    generators = [(value, value.get_state()) for value in values if isinstance(value, torch.Generator)]
+    bits = [value.bit_generator for value in values if isinstance(value, np.random.Generator)]
+    numpy_states = [(bit_generator, bit_generator.state) for bit_generator in bits]
 
     def parts() -> int:
         return len([*model.modules(), *model.parameters()])
@@ -247,30 +258,68 @@ def preserve_state(model: nn.Module) -> Iterator[None]:
     before, kept = parts(), [(store, store.copy()) for store in stores]
     try:
         with without_torch_function():
+            # Skip tensors that require gradients: in FSDP1, they are views of freed storage.
+            tensors = [value for value in values if isinstance(value, Tensor) and not value.requires_grad]
+            copies = _copies([tensor for tensor in tensors if not isinstance(tensor, nn.Parameter)])
             for store in stores:
-                for name, value in store.items() if isinstance(store, dict) else enumerate(store):
-                    if isinstance(store, set):  # skip sets, which would not find copies of tensors
-                        break
-                    weight = isinstance(value, nn.Parameter)
-                    # Skip tensors that require gradients: in FSDP1, they are views of freed storage.
-                    if isinstance(value, Tensor) and not weight and not value.requires_grad:
-                        copies.setdefault(id(value), like(value.clone(), value))
-                        store[name] = copies[id(value)]
+                if not isinstance(store, set):  # a set would not find copies of tensors
+                    for name, value in store.items() if isinstance(store, dict) else enumerate(store):
+                        if id(value) in copies:
+                            store[name] = copies[id(value)]
         yield
     finally:
+        for generator, state in generators:
+            generator.set_state(state)
+        for bit_generator, numpy_state in numpy_states:
+            bit_generator.state = numpy_state
         for store, content in kept if parts() <= before else []:
+            if id(store) in hooks:
+                content = {number: hook for number, hook in content.items() if number in store}
             if not isinstance(store, dict) or list(store) != list(content):
                 store.clear()
             (store.extend if isinstance(store, list | deque) else store.update)(content)
 
 
-def _containers(values: Iterable[Any], containers: dict[int, Any]) -> dict[int, Any]:
-    """Return ``containers`` after adding all containers among values, also nested containers, by `id`."""
-    for value in values:
-        if type(value) in (list, dict, OrderedDict, defaultdict, set, deque) and id(value) not in containers:
+def _containers(values: Iterable[Any]) -> list[Any]:
+    """Return all containers among values, also nested containers."""
+    containers: dict[int, Any] = {}
+    waiting = list(values)
+    while waiting:
+        value = waiting.pop()
+        is_container = type(value) in (list, dict, OrderedDict, defaultdict, set, deque)
+        if is_container and id(value) not in containers and len(value) <= LONGEST:
             containers[id(value)] = value
-            _containers(value.values() if isinstance(value, dict) else value, containers)
-    return containers
+            waiting += value.values() if isinstance(value, dict) else value
+    return [*containers.values()]
+
+
+def _copies(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
+    """Return a copy of each tensor by `id`. The copies of tensors that share storage share storage, too."""
+    distinct = {id(tensor): tensor for tensor in tensors}
+    pointers = {number: _storage(tensor) for number, tensor in distinct.items()}
+    several = {pointer for pointer, count in Counter(pointers.values()).items() if pointer and count > 1}
+    storages: dict[int, Any] = {}
+    copies = {}
+    for number, tensor in distinct.items():
+        pointer = pointers[number]
+        if pointer in several:
+            storage = storages.setdefault(pointer, tensor.untyped_storage().clone())
+            empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            copy = empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+        else:
+            copy = tensor.clone()
+        copies[number] = like(copy, tensor)
+    return copies
+
+
+def _storage(tensor: Tensor) -> int:
+    """Return the address of a plain tensor's storage. Return 0 for other tensors, and without an address."""
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided:
+        return 0
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # inside a transform of torch.func
+        return 0
 
 
 def like(new: Tensor, old: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """Choose the loss of a model from the model, its batches and its output."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -187,25 +188,15 @@ def _given(position: int | None, batch: LossBatch) -> Tensor | None:
 def _may_be_classes(model: nn.Module, logits: Tensor) -> bool:
     """Return True if a softmax of logits (B, C) or (B, T, C) may be over classes.
 
-    One logit is a score. If the configuration states numbers of classes and C is none of these, logits are
-    values such as pixels.
+    One logit is a score, and logits as many as the pixels of a patch are pixels. Neither are classes, nor are
+    the logits of models for regression or several labels.
     """
+    patch, channels = config_value(model, "patch_size"), config_value(model, "num_channels", default=3)
+    sides = [side for side in (patch if isinstance(patch, list | tuple) else [patch] * 2) if side]
+    size = math.prod(sides) * channels * config_value(model, "tubelet_size", default=1)
+    pixels = {size} if sides else set()
     kind = config_value(model, "problem_type")
-    if logits.dim() not in (2, 3) or logits.shape[-1] < 2 or kind in NOT_ONE_CLASS:
-        return False
-    counts = class_counts(getattr(model, "config", None))
-    return not counts or logits.shape[-1] in counts
-
-
-def class_counts(config: Any) -> set[int]:
-    """Return the numbers of words and labels in a configuration and its inner configurations.
-
-    Each number plus one is also returned, because detection has one more class, "no object".
-    """
-    inner = [value for value in getattr(config, "__dict__", {}).values() if hasattr(value, "model_type")]
-    named = [config_value(config, name) for name in ("vocab_size", "num_labels")]
-    own = {count + more for count in named if isinstance(count, int) for more in (0, 1)}
-    return own.union(*map(class_counts, inner))
+    return logits.dim() in (2, 3) and logits.shape[-1] not in {0, 1, *pixels} and kind not in NOT_ONE_CLASS
 
 
 def _of_places(labels: Tensor, output: Any) -> bool:

@@ -21,7 +21,7 @@ from rankwise.errors import InputError
 IGNORE_INDEX = -100
 """Label of positions that are not predicted, as in PyTorch and transformers."""
 AUXILIARY = re.compile(
-    r"hidden_state|attentions|past_key|cache|^(encoder_|pooler|sentence_|loc$|scale$|static)"
+    r"hidden_state|attentions|past_key|cache|router|^(encoder_|pooler|sentence_|extract_|mems$|loc$|scale$)"
 )
 """Pattern of output fields that are not the model's result, such as inner states and scales of the input."""
 CHUNK = 2**22
@@ -72,19 +72,22 @@ def first_floating(output: Any) -> Tensor:
 def results_of(output: Any) -> dict[str, list[Tensor]]:
     """Return the floating-point tensors (B, …) that are the result of a model, by the name of their field.
 
-    The result is the fields with "logits" in their names. Without such fields, it is ``last_hidden_state``.
-    Without that, it is all fields that do not match `AUXILIARY`, or the first field if all match. A tuple
-    counts as one field: its first item with such tensors. A field may hold a tuple of tensors.
+    The result is the fields with "logits" in their names. Without such fields, it is ``last_hidden_state``
+    and all fields that do not match `AUXILIARY`, or the first field if there are none. A tuple counts as one
+    field: its first item with such tensors. A field may hold a tuple of tensors.
     """
     fields = output if isinstance(output, Mapping) else getattr(output, "__dict__", {})
     if isinstance(output, Tensor | tuple | list) or not fields:
         items = output if isinstance(output, tuple | list) else (output,)
         fields = {"": next((item for item in items if _batched(item)), None)}
     named = {str(name): tensors for name, value in fields.items() if (tensors := _batched(value))}
-    logits = {name: tensors for name, tensors in named.items() if "logits" in name}
-    states = {name: tensors for name, tensors in named.items() if name == "last_hidden_state"}
-    others = {name: tensors for name, tensors in named.items() if not AUXILIARY.search(name)}
-    return logits or states or others or dict(list(named.items())[:1])
+    results = {
+        name: tensors
+        for name, tensors in named.items()
+        if name == "last_hidden_state" or not AUXILIARY.search(name)
+    }
+    logits = {name: tensors for name, tensors in results.items() if "logits" in name}
+    return logits or results or dict(list(named.items())[:1])
 
 
 def _batched(value: Any) -> list[Tensor]:
@@ -332,7 +335,8 @@ class StateLoss(Loss):
     half = 1.0
 
     def __init__(self, output: Any) -> None:
-        named = [name for name in results_of(output) if name not in ("", "logits", "last_hidden_state")]
+        named = [*results_of(output)]
+        named = [] if named in ([""], ["logits"], ["last_hidden_state"]) else named
         fields = f" ({', '.join(named)})" if named else ""
         self.name = f"relative squared change of the output{fields}"
 
