@@ -12,7 +12,7 @@ from typing import Any, TypeVar, no_type_check
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
@@ -248,7 +248,7 @@ def preserve_state(model: nn.Module) -> Iterator[None]:
     hooks = {id(value) for name, value in own if "_hooks" in name and isinstance(value, dict)}
     stores += _containers(value for _, value in own)
     values = [value for store in stores for value in (store.values() if isinstance(store, dict) else store)]
-    generators = [(value, value.get_state()) for value in values if isinstance(value, torch.Generator)]
+    generators = [(value, value.get_state()) for value in values if isinstance(value, Generator)]
     bits = [value.bit_generator for value in values if isinstance(value, np.random.Generator)]
     numpy_states = [(bit_generator, bit_generator.state) for bit_generator in bits]
 
