@@ -76,7 +76,7 @@ def in_function_transform() -> bool:
 
 
 def outside_transforms() -> AbstractContextManager[Any]:
-    """Return a context manager that leaves the transforms of torch.func, such as `vmap`, in its block."""
+    """Return a context manager that suspends the transforms of torch.func, such as `vmap`, in its block."""
     return temporarily_clear_interpreter_stack()
 
 

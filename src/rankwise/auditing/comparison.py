@@ -353,9 +353,10 @@ def _warnings(
 
 
 def cost_quantity(audit: Audit) -> str:
-    """Return the loss and the method of costs of removal as text. Only costs with equal texts are comparable.
+    """Return a text that names the loss and the method by which costs of removal were measured.
 
-    Return an empty string if the audit has no costs.
+    Costs of two audits are comparable only if these texts are equal. Return an empty string if the audit has
+    no costs.
     """
     importances = [head.importance for head in audit.heads if head.importance is not None]
     methods = " and ".join(sorted({cost.method for cost in importances if math.isfinite(cost.cost)}))

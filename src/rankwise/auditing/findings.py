@@ -271,7 +271,7 @@ def inactive_remedy(by_hand: str) -> Remedy:
     evidence="relative_update norm", remedy=inactive_remedy("take the block out of its list"),
 )  # fmt: skip
 def inactive_block(measured: Measured) -> Iterator[Finding]:
-    """Find blocks that only scale their input, because of a λ, LayerScale, gate or small output weights."""
+    """Find blocks whose output is nearly a multiple of their input, as with a small λ, LayerScale or gate."""
     for state in measured.states:
         if state.relative_update < INACTIVE_TURN:
             words = (

@@ -240,7 +240,7 @@ def _result(ray: Any, job: AuditJob, reference: Any) -> Audit | RankwiseError:
     except ray.exceptions.RayTaskError as error:
         if isinstance(error.cause, RankwiseError):
             return error.cause
-        # All lines of the message, because the last line names a module that is missing on a machine.
+        # Keep all lines of the message: if a module is missing on a machine, only the last line names it.
         got = " ".join(f"{type(error.cause).__name__}: {error.cause}".split())
         fix = f"Try `{job.command}` on the machine that ran it."
         return RankwiseError(job.model, expected="an audit", got=got, fix=fix)

@@ -34,9 +34,11 @@ PROBES = 2
 
 
 def solve(job: Job) -> Solution:
-    """Return the removal of the largest set of heads within a tolerance, or of the cheapest share of heads.
+    """Return the change that removes heads.
 
-    The tolerance limits the loss. Query heads that share keys are removed together with their key head.
+    With a tolerance, remove the largest set that a search finds within this relative increase of the loss.
+    Without a tolerance, remove the requested share of heads, the cheapest by estimate. Query heads that share
+    keys are removed together with their key head.
     """
     layers, skipped = job.found
     plan, notes, importance = _share(job, layers) if job.tolerance is None else _within(job, layers)

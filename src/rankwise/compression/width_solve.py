@@ -35,7 +35,7 @@ ATTEMPTS = 6
 
 @dataclass
 class Candidate:
-    """A layer with the factors that it can have before calibration."""
+    """Layer to narrow: its statistics, its curves, and a function from widths to uncalibrated factors."""
 
     statistics: QueryKeyStatistics
     curves: list[Curve]
@@ -52,8 +52,9 @@ class Candidate:
 def solve(job: Job) -> Solution:
     """Return the change to narrow queries and keys: choose widths, then calibrate and measure the factors.
 
-    Curves are measured on the first sequences. If the cost on all calibration data exceeds the tolerance,
-    curves are measured again on all data. If the cost is still too high, widths aim at a lower tolerance.
+    A curve is the attention KL of a key head by width, measured on the first sequences. If the KL on all
+    calibration data exceeds the tolerance, measure the curves again on all data. If the KL is still too high,
+    choose the widths again for a stricter tolerance.
     """
     found, skipped = job.found
     collected = collect_statistics(job.model, found, job.batches, job.on_step)

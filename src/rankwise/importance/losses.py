@@ -224,10 +224,10 @@ class Loss(ABC):
 
 @dataclass(eq=False)
 class LabelLoss(Loss):
-    """Negative log-likelihood of labels: ``−Σ_t log p_t(y_t)``, labels of −100 left out.
+    """Negative log-likelihood of labels: ``−Σ_t log p_t(y_t)``, without labels of −100.
 
-    `labels` returns the labels of a batch, (B, T) for logits (B, T, V), (B,) for classifiers. `given` returns
-    the labels that the user passed, in all batches or in none.
+    `labels` returns the labels of a batch: (B, T) for logits (B, T, V), (B,) for classifiers. `given` returns
+    the labels that the user passed, or None. Either all batches must have such labels, or no batch.
     """
 
     name: str

@@ -219,7 +219,7 @@ def map_parts(mixing: Mixing, subject: str, function: PartFunction) -> tuple[Ten
 
 
 def _part_indices(lead: torch.Size, per_part: int) -> list[tuple[slice, ...]]:
-    """Return index tuples that split the leading axes into parts of at most about ``per_part`` matrices."""
+    """Return index tuples that split the leading axes into parts of at most ``per_part`` matrices."""
     steps = [max(1, per_part // max(1, math.prod(lead[axis + 1 :]))) for axis in range(len(lead))]
     slices = (
         [slice(start, start + step) for start in range(0, max(1, length), step)]

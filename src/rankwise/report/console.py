@@ -35,8 +35,8 @@ _ASCII = str.maketrans(
 def print_document(document: Document, console: Console | None = None, *, verbose: bool = False) -> None:
     """Print a report on a rich console, by default on standard output: verdict, actions, tables, notes.
 
-    If a report has tables for the first screen, its sections, further notes and the origin are printed only
-    if `verbose`. Example: `document_text`.
+    If the report has tables for the first screen, print sections, further notes and origin only if `verbose`.
+    See `document_text` for an example.
     """
     with ascii_fallback(console or Console()) as out:
         title = line((document.command, "bold"), (document.heading, "bold cyan"), document.setting)

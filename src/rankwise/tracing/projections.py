@@ -312,11 +312,11 @@ class MixerProjections:
     def _explicit_softmax(
         self, matrix: Float[Tensor, "B H T S"]
     ) -> tuple[Projection, Projection, float] | str:
-        """Find two linear layers whose outputs, as queries and keys, have the logits of an attention matrix.
+        """Find two linear layers whose outputs, used as queries and keys, reproduce the logits of attention.
 
         Return the query projection, the key projection and the scale of their inner products, or the reason
-        why no pair fits. Masks and position biases are equal in all sequences. So the logarithms of the
-        attention of two sequences differ only by their scaled inner products, up to one number per row.
+        why no pair fits. Assume that masks and position biases are equal in all sequences. The logarithms of
+        attention of two sequences then differ only by scaled inner products and one constant per row.
         """
         if matrix.shape[-2] != matrix.shape[-1]:
             return "its queries and keys are of different tokens"

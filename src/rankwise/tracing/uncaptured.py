@@ -79,12 +79,12 @@ class Sightings:
                 call.other_mixing.setdefault(calls[-1].name, func.__name__)
 
     def note_other_mixing(self, call: ModuleCall) -> None:
-        """Register the modules that mixed tokens without attention during a finished call.
+        """Register where a finished call mixed tokens without attention.
 
-        The modules are registered if the call returns one vector for each token that it read. If a mixer was
-        captured in the call, other mixing belongs to this mixer and is not registered. An example is a short
-        convolution before a scan. But a block may contain several mixers, so in a block the modules outside
-        of captured mixers are registered.
+        The call must return one vector for each token that it read. If no mixer was captured inside the call,
+        register the module of the call. If mixers were captured inside a block, register each mixing module
+        that is neither inside nor around a captured mixer. Otherwise register nothing: the mixing, such as a
+        short convolution before a scan, belongs to the captured mixer.
         """
         if not call.other_mixing or (call.mixed_inside and call.block is None):
             return
