@@ -56,8 +56,8 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the (name, parameter) pairs of a module, without its submodules.
 
-    Also yield the parameters from which a parametrized tensor is computed, under the name of the tensor. Among
-    these, omit vectors, such as the row lengths of weight norm.
+    Also yield the parameters from which a parametrized tensor is computed, under the name of the tensor. Omit
+    vectors among them, such as the row lengths of weight norm.
     """
     yield from module.named_parameters(recurse=False)
     if parametrize.is_parametrized(module):

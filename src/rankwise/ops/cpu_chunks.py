@@ -302,7 +302,7 @@ def add_row(row, weight, sums, factors):
 @inlined
 @no_type_check
 def add_chunk(w, weight, power, rate, first, last, sums, mass):
-    """Write the decayed sums of weight · w² and of weight over a chunk. If `weight` is empty, weights are 1."""
+    """Write the decayed sums of weight · w² and of weight over a chunk. An empty `weight` means 1."""
     by = w.dtype.type(1)
     sums[:] = 0
     mass[:] = 0

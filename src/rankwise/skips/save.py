@@ -68,7 +68,8 @@ def save_skips(
     check_skips(model)
     model = _unwrapped(model)
     skips = skips_of(model)
-    sites = dict(zip(_names(model), skips, strict=True))  # maps each name in the file to the name in the model
+    # maps each name in the file to the name in the model
+    sites = dict(zip(_names(model), skips, strict=True))
     numbers: dict[str, Tensor] = {}
     for name, site in sites.items():
         scale: Any = skips[site].detach()
