@@ -249,7 +249,7 @@ class Factors:
 
 
 def narrow_linear(
-    module: nn.Module, heads: Iterable[tuple[Int[Tensor, "K"], Float64[Tensor, "K r"], list[int]]]
+    module: nn.Module, heads: Iterable[tuple[Int[Tensor, "_"], Float64[Tensor, "_ _"], list[int]]]
 ) -> NarrowProjection:
     """Return a narrow layer whose weights and biases are multiplied by factors in float64 and rounded once.
 

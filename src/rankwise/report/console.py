@@ -36,7 +36,7 @@ def print_document(document: Document, console: Console | None = None, *, verbos
     """Print a report on a rich console, by default on standard output: verdict, actions, tables, notes.
 
     If the report has tables for the first screen, print sections, further notes and origin only if `verbose`.
-    See `document_text` for an example.
+    Example: `document_text`.
     """
     with ascii_fallback(console or Console()) as out:
         title = line((document.command, "bold"), (document.heading, "bold cyan"), document.setting)
