@@ -314,6 +314,8 @@ def test_hints_name_what_numbers_prove() -> None:
             rw.audit(bert(), [batch])
     with pytest.raises(AuditError, match=r"Cast the batch to torch\.float32"):
         rw.audit(OnlyX(), [torch.ones(1, 5, 8, dtype=torch.float64)])
+    assert rw.audit(OnlyX(), [torch.ones(1, 5, 8)]).complete
+    assert rw.audit(bert(), [{"input_ids": IDS.repeat(1, 20)[:, :40]}]).complete
 
 
 def test_an_audit_that_ends_in_its_first_batch_gives_no_verdict() -> None:

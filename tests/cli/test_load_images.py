@@ -15,6 +15,7 @@ from transformers import AutoImageProcessor, ViTConfig
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
+import rankwise as rw
 from rankwise.cli.load_images import (
     find_images,
     load_image_processor,
@@ -22,6 +23,7 @@ from rankwise.cli.load_images import (
     plain_processor,
     read_images,
 )
+from rankwise.cli.load_model import load_model
 from rankwise.errors import InputError
 
 
@@ -232,3 +234,15 @@ def test_images_are_not_read_as_the_frames_of_one_video(nine: Path) -> None:
     said = r"expected a model of images, got one of videos: 4 images would be one video.*factory"
     with pytest.raises(InputError, match=said):
         next(read_images(nine, frames, sequences=8, batch_size=4))
+    config = (
+        "image_size=4, patch_size=2, num_frames=4, hidden_size=8, num_hidden_layers=1, num_attention_heads=2"
+    )
+    factory = nine / "videos.py"
+    factory.write_text(f"""
+import torch, transformers
+def build():
+    model = transformers.VideoMAEModel(transformers.VideoMAEConfig({config}, num_attention_heads=2)).eval()
+    return model, [torch.randn(2, 4, 3, 4, 4)]
+""")
+    loaded = load_model(f"{factory}:build")
+    assert rw.audit(loaded.model, loaded.batches).provenance.sequences == 2

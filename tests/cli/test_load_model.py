@@ -215,11 +215,28 @@ def test_learned_positions_that_a_checkpoint_lacks_are_a_warning_and_a_new_class
     ("file", "said"),
     [
         ("adapter_config.json", r"got an adapter of peft alone.*merge_and_unload\(\)"),
-        ("model_index.json", r"got a pipeline of diffusers. Pass one of its parts, such as .*/text_encoder"),
-        ("modules.json", r"got a model of sentence-transformers. Pass its transformer, such as .*/0_Transf"),
+        ("model_index.json", "got a pipeline of diffusers. Pass one of its parts, such as (.*/text_encoder)"),
+        ("modules.json", "got a model of sentence-transformers. Pass its transformer, such as (.*/0_T.*r)"),
     ],
 )
 def test_a_folder_of_something_else_is_named(file: str, said: str, tmp_path: Path) -> None:
     (tmp_path / file).write_text("{}")
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=said) as caught:
         load_model(str(tmp_path))
+    if part := re.search(said, str(caught.value)).groups():  # type: ignore[union-attr]
+        GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=9)).save_pretrained(part[0])
+        assert load_model(part[0]).source == part[0]
+
+
+@pytest.mark.extra
+def test_an_adapter_alone_is_loaded_after_the_printed_line(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    base, alone = tmp_path / "base", tmp_path / "adapter"
+    GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=9)).save_pretrained(base)
+    model = GPT2LMHeadModel.from_pretrained(base)
+    peft.get_peft_model(model, peft.LoraConfig(target_modules=["c_attn"])).save_pretrained(alone)
+    with pytest.raises(InputError, match="an adapter of peft alone") as caught:
+        load_model(str(alone))
+    line = re.search(r"Merge it: `(.*)`", str(caught.value))
+    exec(line[1], {"peft": peft, "NEW": tmp_path / "new"})  # type: ignore[index]
+    assert load_model(str(tmp_path / "new")).source

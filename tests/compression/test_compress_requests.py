@@ -102,6 +102,7 @@ def test_all_parts_are_tried_before_the_work_and_named_in_one_message() -> None:
     with untouched(model), pytest.raises(CompressionError, match=said):
         rw.compress(model, [ids()], keep=0.5, parts=("heads", "width", "kv"), on_step=steps.append)
     assert steps == ["the parts that the model allows"]
+    assert rw.compress(model, [ids()], keep=0.5, parts=("heads", "width")).parts == ["heads", "width"]
 
 
 def test_each_model_decodes_from_its_own_cache(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,9 +362,13 @@ def test_eager_attention_with_rotary_positions_is_refused_with_its_remedy() -> N
     assert done.parameters_after < done.parameters_before
 
 
-def quantized() -> nn.Module:
+def with_linear() -> nn.Module:
     model = gpt2()
     model.transformer.h[1].mlp.c_fc = nn.Linear(32, 128)  # a Conv1D is not quantized
+    return model
+
+
+def quantized(model: nn.Module) -> nn.Module:
     kinds = {nn.Linear}
     return torch.ao.quantization.quantize_dynamic(model, kinds, dtype=torch.qint8)  # type: ignore[no-any-return]
 
@@ -371,14 +376,19 @@ def quantized() -> nn.Module:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("part", ["heads", "width", "kv", None])
 def test_quantized_weights_are_refused_before_the_work(part: str | None) -> None:
-    model = quantized()
+    model = quantized(with_linear())
     said = r"got 'transformer\.h\.1\.mlp\.c_fc', quantized .*Compress the original model, then quantize"
     with untouched(model), pytest.raises(CompressionError, match=said):
         rw.compress(model, [ids()], keep=0.5, parts=part)
+    rw.compress(original := with_linear(), [ids()], keep=0.5, parts=part)
+    with torch.no_grad():
+        assert quantized(original)(**ids()).logits.isfinite().all()
 
 
 @pytest.mark.parametrize("part", ["heads", "width", "kv", None])
 def test_inference_mode_is_refused_before_the_work(part: str | None) -> None:
     said = "expected a model with derivatives, got torch.inference_mode"
+    model = gpt2()
     with torch.inference_mode(), pytest.raises(CompressionError, match=said):
-        rw.compress(gpt2(), [ids()], keep=0.5, parts=part)
+        rw.compress(model, [ids()], keep=0.5, parts=part)
+    assert rw.compress(model, [ids()], keep=0.5, parts=part).parts

@@ -4,7 +4,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -54,22 +54,19 @@ def locked(folder: Path, option: str = "--out") -> Iterator[None]:
 
     Windows and some network file systems have no such locks, so another command can still write.
     """
-    if fcntl is None:
+    with ExitStack() as opened:
+        if fcntl is not None:
+            try:
+                descriptor = os.open(folder, os.O_RDONLY)
+                opened.callback(os.close, descriptor)
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                expected, got = "a folder that no other command uses", "a folder in use"
+                fix = "Wait for the other command, or choose another name."
+                raise InputError(f"{option} {folder}", expected=expected, got=got, fix=fix) from error
+            except OSError:  # some network file systems have no locks, so continue without a lock
+                pass
         yield
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        expected, got = "a folder that no other command uses", "a folder in use"
-        fix = "Wait for the other command, or choose another name."
-        raise InputError(f"{option} {folder}", expected=expected, got=got, fix=fix) from error
-    except OSError:  # some network file systems have no locks, so continue without a lock
-        pass
-    try:
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def folder_name(name: str) -> str:

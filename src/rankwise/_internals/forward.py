@@ -17,6 +17,7 @@ from rankwise._internals.batches import Batch, map_leaves, second_argument, take
 from rankwise._internals.torch_private import like, original_of, preserve_state, set_attribute
 from rankwise.errors import InputError, RankwiseError, first_line
 
+HALF = (torch.float16, torch.bfloat16)
 TRACEBACK = "Run the model on this batch alone to see the whole traceback."
 
 
@@ -175,11 +176,8 @@ def preserve_random_state(model: nn.Module, seed: int | None = None) -> Iterator
     """
     devices = {weight.device for weight in model.parameters() if weight.device.type not in ("cpu", "meta")}
     kind, indices = next(iter(devices)).type if devices else "cuda", [device.index or 0 for device in devices]
-    module, numpy_state, python_state = (
-        torch.get_device_module(kind),
-        np.random.get_state(),
-        random.getstate(),
-    )
+    module = torch.get_device_module(kind)
+    numpy_state, python_state = np.random.get_state(), random.getstate()
 
     def states() -> list[Tensor]:
         return [torch.get_rng_state(), *(module.get_rng_state(index) for index in indices)]
@@ -206,8 +204,7 @@ def in_float32(model: nn.Module) -> Iterator[None]:
 
     Cost: additional memory, twice the size of these tensors.
     """
-    half = (torch.float16, torch.bfloat16)
-    tensors = [tensor for tensor in chain(model.parameters(), model.buffers()) if tensor.dtype in half]
+    tensors = [tensor for tensor in chain(model.parameters(), model.buffers()) if tensor.dtype in HALF]
     before = [(tensor, tensor.data) for tensor in tensors]
     try:
         for tensor, data in before:

@@ -242,12 +242,16 @@ def preserve_state(model: nn.Module) -> Iterator[None]:
     special = (torch.jit.ScriptModule, nn.modules.lazy.LazyModuleMixin)  # these store state elsewhere
     modules = [module for module in model.modules() if not isinstance(module, special)]
     stores: list[Any] = [store for module in modules for store in (module._buffers, vars(module))]
-    torch_names = ("_buffers", "_parameters", "_modules")
-    attributes = [item for module in modules for item in vars(module).items()]
-    own = [(name, value) for name, value in attributes if name not in torch_names]
-    hooks = {id(value) for name, value in own if "_hooks" in name and isinstance(value, dict)}
-    stores += _containers(value for _, value in own)
-    values = [value for store in stores for value in (store.values() if isinstance(store, dict) else store)]
+    stores += [module._non_persistent_buffers_set for module in modules]
+    torch_names = vars(nn.Module())
+    hook_names = [name for name in torch_names if "_hooks" in name]
+    hooks = [vars(module)[name] for module in modules for name in hook_names]
+    present = [(store, set(store)) for store in hooks]
+    attributes = (item for module in modules for item in vars(module).items())
+    stores += _containers(value for name, value in attributes if name not in torch_names)
+    kinds = (Tensor, Generator, np.random.Generator)
+    contents = (store.values() if isinstance(store, dict) else store for store in stores)
+    values = [value for content in contents for value in content if isinstance(value, kinds)]
     generators = [(value, value.get_state()) for value in values if isinstance(value, Generator)]
     bits = [value.bit_generator for value in values if isinstance(value, np.random.Generator)]
     numpy_states = [(bit_generator, bit_generator.state) for bit_generator in bits]
@@ -272,9 +276,11 @@ def preserve_state(model: nn.Module) -> Iterator[None]:
             generator.set_state(state)
         for bit_generator, numpy_state in numpy_states:
             bit_generator.state = numpy_state
-        for store, content in kept if parts() <= before else []:
-            if id(store) in hooks:
-                content = {number: hook for number, hook in content.items() if number in store}
+        restored = parts() <= before
+        for store, numbers in present if restored else []:
+            for number in store.keys() - numbers:
+                del store[number]
+        for store, content in kept if restored else []:
             if not isinstance(store, dict) or list(store) != list(content):
                 store.clear()
             (store.extend if isinstance(store, list | deque) else store.update)(content)
@@ -314,12 +320,9 @@ def _copies(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
 
 def _storage(tensor: Tensor) -> int:
     """Return the address of a plain tensor's storage. Return 0 for other tensors, and without an address."""
-    if type(tensor) is not Tensor or tensor.layout is not torch.strided:
-        return 0
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):  # inside a transform of torch.func
-        return 0
+    plain = type(tensor) is Tensor and tensor.layout is torch.strided
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # inside a transform of torch.func
+    return tensor.untyped_storage().data_ptr() if plain and not wrapped else 0
 
 
 def like(new: Tensor, old: Tensor) -> Tensor:

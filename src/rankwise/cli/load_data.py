@@ -49,9 +49,9 @@ def check_data(
         expected, got = f"one of {', '.join(options)}", " and ".join(named) or "none"
         fix = "Run the command once for each." if named else f"Pass one, such as {next(iter(options))} FILE."
         raise InputError("data", expected=expected, got=got, fix=fix)
-    for name in ("sequences", "tokens", "batch_size"):
-        source = None if context is None or named else context.get_parameter_source(name)
-        if context is not None and source is not None and source.name == "COMMANDLINE":
+    for name in ("sequences", "tokens", "batch_size") if not named else ():
+        source = context and context.get_parameter_source(name)
+        if context and source and source.name == "COMMANDLINE":
             expected, got = f"no such option for the batches of {models[0]}", str(context.params[name])
             fix = "Leave it out, and let the function return the batches that you want."
             raise InputError(f"--{name.replace('_', '-')}", expected=expected, got=got, fix=fix)

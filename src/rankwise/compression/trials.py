@@ -14,7 +14,7 @@ from jaxtyping import Bool
 from torch import Tensor, nn
 
 from rankwise._internals.batches import first_sequences, map_tensors, tensors_in, to_device
-from rankwise._internals.forward import Change, batch_errors, device_of, in_float32, run_model
+from rankwise._internals.forward import HALF, Change, batch_errors, device_of, in_float32, run_model
 from rankwise._internals.linalg import as_float64
 from rankwise.auditing.error_hints import fix_hint
 from rankwise.compression.records import HeadWidth, LatentRank
@@ -85,15 +85,17 @@ def find_part(name: str, model: nn.Module, batch: Any) -> Found[Any]:
     with batch_errors(model, short, fix_hint, "`batches`, batch 1"):
         output = main_output(model, short)
     check_finite(model, output)
-    half = (torch.float16, torch.bfloat16)
     with in_float32(model):
-        wide = map_tensors(short, lambda tensor: tensor.float() if tensor.dtype in half else tensor)
-        if output.dtype in half:
+        wide = map_tensors(short, lambda tensor: tensor.float() if tensor.dtype in HALF else tensor)
+        if output.dtype in HALF:
             try:
                 main_output(model, wide)
             except Exception as error:
                 subject, got = f"model {type(model).__name__}", f"{type(error).__name__}: {first_line(error)}"
-                expected, fix = "a model that runs in float32, too", "Load it with `dtype=torch.float32`."
+                expected, fix = (
+                    "a model that runs in float32, too",
+                    "Remove the casts to half precision in its code.",
+                )
                 raise CompressionError(subject, expected=expected, got=got, fix=fix) from error
         layers: Found[Any] = import_module(f"rankwise.compression.{name}_find").find(model, wide)
     return layers

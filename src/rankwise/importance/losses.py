@@ -46,7 +46,10 @@ def loss_of(output: Any) -> Tensor | None:
 
     Return None if there are no scalars, or several.
     """
-    numbers = [value for value in _floating(output) if value.numel() == 1 and value.dim() < 2]
+    fields = output if isinstance(output, Mapping) else getattr(output, "__dict__", {})
+    values = output if isinstance(output, tuple | list) else (output, *fields.values())
+    floating = [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
+    numbers = [value for value in floating if value.numel() == 1 and value.dim() < 2]
     only = numbers[0] if len(numbers) == 1 else None
     return only if (named := named_tensor(output, "loss")) is None else named
 
@@ -92,13 +95,6 @@ def results_of(output: Any) -> dict[str, list[Tensor]]:
 
 def _batched(value: Any) -> list[Tensor]:
     return [tensor for tensor in tensors_in(value) if tensor.is_floating_point() and tensor.dim() > 1]
-
-
-def _floating(output: Any) -> list[Tensor]:
-    """Return the floating-point tensors of a tensor, tuple, dict or dataclass."""
-    fields = output if isinstance(output, Mapping) else getattr(output, "__dict__", {})
-    values = output if isinstance(output, tuple | list) else (output, *fields.values())
-    return [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
 
 
 def real_tokens(batch: Batch, shape: Sequence[int], decoder: bool = False) -> Bool[Tensor, "B *T"]:
