@@ -241,7 +241,7 @@ def test_images_are_not_read_as_the_frames_of_one_video(nine: Path) -> None:
     factory.write_text(f"""
 import torch, transformers
 def build():
-    model = transformers.VideoMAEModel(transformers.VideoMAEConfig({config}, num_attention_heads=2)).eval()
+    model = transformers.VideoMAEModel(transformers.VideoMAEConfig({config}, intermediate_size=8)).eval()
     return model, [torch.randn(2, 4, 3, 4, 4)]
 """)
     loaded = load_model(f"{factory}:build")
