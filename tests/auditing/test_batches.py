@@ -10,9 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor
-from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
+from transformers import (
+    BertForMaskedLM,
+    ByT5Tokenizer,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    T5ForConditionalGeneration,
+)
 
-from rankwise.auditing.batches import evenly, text_batches
+from rankwise.auditing.batches import evenly, model_batches, text_batches
 from rankwise.errors import InputError
 
 LETTERS = "abcdefgh"
@@ -212,3 +218,29 @@ def test_sequences_are_chosen_at_even_spacing(count: int, wanted: int) -> None:
     assert taken == sorted(set(taken) & set(range(count)))
     gaps = [b - a for a, b in pairwise([*taken, count])]
     assert max(gaps, default=0) - min(gaps, default=0) <= 1
+
+
+MODELS = {
+    "causal": (LlamaForCausalLM, {}),
+    "masked": (BertForMaskedLM, {}),
+    "encoder-decoder": (
+        T5ForConditionalGeneration,
+        {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_heads": 2, "num_layers": 1},
+    ),
+}
+
+
+@KINDS
+@pytest.mark.parametrize("kind", MODELS)
+def test_only_a_model_of_next_tokens_reads_windows_without_an_end(
+    tokenizer, before, after, kind: str
+) -> None:
+    make, sizes = MODELS[kind]
+    small = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = make(make.config_class(vocab_size=300, pad_token_id=0, **(sizes or small)))
+    batches, _ = model_batches(model, LETTERS * 4, tokenizer, tokens=6, sequences=3)
+    ends = [] if kind == "causal" else after
+    text = bare(tokenizer, LETTERS * 4)
+    room = 6 - len(before) - len(ends)
+    starts = [room * i for i in evenly(len(text) // room, 3)]
+    assert rows_of(batches) == [[*before, *text[start : start + room], *ends] for start in starts]

@@ -13,6 +13,7 @@ from rankwise._internals.batches import Batch, tensors_of
 from rankwise._internals.forward import config_value
 from rankwise.auditing.error_hints import PASS_TEXTS, positions_of
 from rankwise.errors import InputError, instance_of, whole_number
+from rankwise.importance.loss_choice import continues_texts
 
 T = TypeVar("T")
 Tokenizer = Callable[..., Any]
@@ -60,6 +61,7 @@ def text_batches(
     tokens: int = 256,
     sequences: int = 8,
     batch_size: int = 4,
+    end_token: bool = True,
     shard: Shard = ALL,
 ) -> Iterator[dict[str, Int[Tensor, "B T"]]]:
     """Return batches of token ids from windows of one text, or from many texts (one sequence per text).
@@ -70,7 +72,8 @@ def text_batches(
     exist, evenly spaced windows or texts are used.
 
     The tokenizer's special tokens ([CLS] and [SEP] of BERT, the first token of Llama) are part of every
-    sequence and count in ``tokens``. Special tokens are omitted if they would leave no room for text.
+    sequence and count in ``tokens``. Special tokens are omitted if they would leave no room for text. With
+    ``end_token=False``, no token follows a window of one text, because the text goes on after the window.
 
     Padding is on the right even if the tokenizer pads on the left (for generation), because left padding
     shifts positions in models that count positions from 0. The pad id is the tokenizer's pad id, else its
@@ -82,6 +85,7 @@ def text_batches(
         tokenizer: a transformers tokenizer, or a callable that maps a list of texts to ``input_ids``.
         tokens: length of a window, or the maximum length of a sequence.
         batch_size: sequences per batch; the last batch may have fewer.
+        end_token: close windows of one text with the special tokens that the tokenizer puts after a text.
         shard: part of the sequences to return.
 
     Raises:
@@ -96,8 +100,10 @@ def text_batches(
     """
     for name, number in (("tokens", tokens), ("sequences", sequences), ("batch_size", batch_size)):
         whole_number(f"`{name}`", number)
-    make_rows = _windows if isinstance(text, str) else _rows
-    rows = shard.of(make_rows(text, tokenizer, tokens, sequences))  # type: ignore[arg-type]
+    if isinstance(text, str):
+        rows = shard.of(_windows(text, tokenizer, tokens, sequences, end_token))
+    else:
+        rows = shard.of(_rows(text, tokenizer, tokens, sequences))
     candidates = (getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))
     pad = next((number for number in candidates if number is not None), 0)
     return (_padded(rows[i : i + batch_size], pad) for i in range(0, len(rows), batch_size))
@@ -115,7 +121,8 @@ def model_batches(
 ) -> tuple[Iterator[Any], list[str]]:
     """Return batches of `text_batches` adapted to a model, and notes on the adaptations.
 
-    If the model takes no ``attention_mask``, each batch has one sequence, so that nothing is padded.
+    If the model takes no ``attention_mask``, each batch has one sequence, so that nothing is padded. Windows
+    of one text have no end token if the model predicts next tokens, because the text goes on.
     """
     notes: list[str] = []
     limit = longest_sequence(model)
@@ -127,13 +134,21 @@ def model_batches(
     is_wrapper = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} == kinds
     alone = not (is_wrapper or {"input_ids", "attention_mask"} <= set(parameters))
     size = 1 if alone else batch_size
+    decodes = config_value(model, "is_encoder_decoder")
+    end_token = bool(decodes) or not continues_texts(model)
     batches: Iterator[Any] = text_batches(
-        texts, tokenizer, tokens=tokens, sequences=sequences, batch_size=size, shard=shard
+        texts,
+        tokenizer,
+        tokens=tokens,
+        sequences=sequences,
+        batch_size=size,
+        end_token=end_token,
+        shard=shard,
     )
     if alone:
         notes.append("one sequence in a batch: the model takes no attention_mask that would mark padding")
         return (batch["input_ids"] for batch in batches), notes
-    if config_value(model, "is_encoder_decoder"):
+    if decodes:
         notes.append("the decoder reads the encoder's text, shifted by one token")
         batches = (_with_decoder(model, batch) for batch in batches)
     return batches, notes
@@ -158,10 +173,13 @@ def _with_decoder(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tenso
     return {**batch, "decoder_input_ids": shifted, "decoder_attention_mask": mask}
 
 
-def _windows(text: str, tokenizer: Tokenizer, tokens: int, sequences: int) -> list[list[int]]:
+def _windows(
+    text: str, tokenizer: Tokenizer, tokens: int, sequences: int, end_token: bool
+) -> list[list[int]]:
     """Return token ids of evenly spaced windows of one text. Raise `InputError` if the text is too short."""
     [ids] = _encode([text], tokenizer)
     before, after = _special_tokens(text, tokenizer, tokens)
+    after = after if end_token else []
     room = tokens - len(before) - len(after)
     if len(ids) < room:
         total = len(ids) + tokens - room

@@ -145,11 +145,8 @@ def _nearest(
 def _fitting(
     model: nn.Module, batch: LossBatch, output: Any, mask_token: int | None, labels: Tensor | None
 ) -> LossName:
-    names = [kind.__name__ for kind in type(model).__mro__]
     returned, ids = loss_of(output), token_ids(batch.batch)
-    ask = getattr(model, "can_generate", None)
-    decodes = config_value(model, "is_encoder_decoder")
-    generates = any(name.endswith(CAUSAL_CLASSES) for name in names) or (callable(ask) and bool(ask()))
+    decodes, generates = config_value(model, "is_encoder_decoder"), continues_texts(model)
     logits = named_tensor(output, "logits")
     if logits is None and (generates or labels is not None):  # `output` is a tuple or has other names
         if returned is output:
@@ -159,16 +156,27 @@ def _fitting(
         return "output" if named_tensor(output, "loss") is None else "own"
     if decodes and generates and logits.dim() == 3:
         return "encoder-decoder"
-    masked = any(name.endswith(MASKED_CLASSES) for name in names)
-    if generates and not masked and logits.dim() == 3 and ids is not None and logits.shape[1] == ids.shape[1]:
+    if generates and logits.dim() == 3 and ids is not None and logits.shape[1] == ids.shape[1]:
         return "causal"
     if labels is not None:
         if returned is None:
             return "labels" if _of_places(labels, output) else "output"
         return "labels" if _is_classes(labels, output) else "own"
-    if masked and mask_token is not None and logits.dim() == 3:
+    if _has_class(model, MASKED_CLASSES) and mask_token is not None and logits.dim() == 3:
         return "masked"
     return "output" if named_tensor(output, "loss") is None else "own"
+
+
+def continues_texts(model: nn.Module) -> bool:
+    """Return True if the class of a model says that the model predicts the next token of a text."""
+    can_generate = getattr(model, "can_generate", None)
+    generates = _has_class(model, CAUSAL_CLASSES) or (callable(can_generate) and bool(can_generate()))
+    return generates and not _has_class(model, MASKED_CLASSES)
+
+
+def _has_class(model: nn.Module, endings: tuple[str, ...]) -> bool:
+    """Return True if the name of a model's class, or of one of its base classes, has one of the endings."""
+    return any(kind.__name__.endswith(endings) for kind in type(model).__mro__)
 
 
 def _given(position: int | None, batch: LossBatch) -> Tensor | None:
