@@ -244,3 +244,25 @@ def test_only_a_model_of_next_tokens_reads_windows_without_an_end(
     room = 6 - len(before) - len(ends)
     starts = [room * i for i in evenly(len(text) // room, 3)]
     assert rows_of(batches) == [[*before, *text[start : start + room], *ends] for start in starts]
+
+
+def test_batches_fit_in_the_memory_that_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaForCausalLM.config_class(vocab_size=300, **small))
+
+    def rows(free: int, tokens: int = 6, batch_size: int = 4) -> tuple[list[int], list[str]]:
+        monkeypatch.setattr("rankwise.auditing.batches.free_memory", lambda device: free)
+        batches, notes = model_batches(
+            model, LETTERS * 4, BYTES, tokens=tokens, batch_size=batch_size, logit_copies=2
+        )
+        return [len(batch["input_ids"]) for batch in batches], notes
+
+    sequence = 2 * 4 * 6 * 300  # copies, bytes of a float32, tokens, words
+    assert rows(4 * sequence) == ([4, 1], [])
+    sizes, [note] = rows(3 * sequence - 1)
+    assert sizes == [2, 2, 1]
+    assert note.startswith("batches of 2 sequences instead of 4")
+    with pytest.raises(InputError, match=r"Use --tokens 4, or free memory") as refused:
+        rows(5 * sequence // 6 - 1)
+    assert "300 words" in str(refused.value)
+    assert rows(5 * sequence // 6 - 1, tokens=4, batch_size=1) == ([1] * 8, [])

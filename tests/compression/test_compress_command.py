@@ -273,7 +273,7 @@ def test_imports_in_a_new_process(code: str, said: str) -> None:
 
 def test_sequences_of_one_batch_are_held_out() -> None:
     batch = {"input_ids": torch.arange(10).reshape(5, 2), "scale": torch.tensor(2.0)}
-    [own, alone], [other] = split_held_out([batch, {"input_ids": torch.zeros(1, 3)}])
+    [own], [other, alone] = split_held_out([batch, {"input_ids": torch.zeros(1, 3)}])
     assert own["input_ids"][:, 0].tolist() == [0, 4, 8]
     assert other["input_ids"][:, 0].tolist() == [2, 6]
     assert other["scale"] == 2

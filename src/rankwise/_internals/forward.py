@@ -7,9 +7,11 @@ from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import chain
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import psutil
 import torch
 from torch import Tensor, nn
 
@@ -219,6 +221,16 @@ def device_of(model: nn.Module) -> torch.device:
     """Return the device of a model's first weight or buffer that is not on "meta", otherwise the CPU."""
     tensors = chain(model.parameters(), model.buffers()) if isinstance(model, nn.Module) else ()
     return next((tensor.device for tensor in tensors if tensor.device.type != "meta"), torch.device("cpu"))
+
+
+def free_memory(device: torch.device) -> int:
+    """Return the bytes of memory of a device that are free. A container has no more than its limit."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    free, limit = psutil.virtual_memory().available, Path("/sys/fs/cgroup/memory.max")
+    if limit.is_file() and (most := limit.read_text().strip()).isdigit():
+        free = min(free, int(most) - psutil.Process().memory_info().rss)
+    return max(0, free)
 
 
 class AddedHook(NamedTuple):

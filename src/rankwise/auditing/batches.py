@@ -10,11 +10,13 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from rankwise._internals.batches import Batch, tensors_of
-from rankwise._internals.forward import config_value
+from rankwise._internals.forward import config_value, device_of, free_memory
 from rankwise.auditing.error_hints import PASS_TEXTS, positions_of
 from rankwise.errors import InputError, instance_of, whole_number
 from rankwise.importance.loss_choice import continues_texts
 
+FORWARD_COPIES, LOSS_COPIES = 2, 8
+"""Float32 copies of the logits in memory during a pass, and during a pass with losses and gradients."""
 T = TypeVar("T")
 Tokenizer = Callable[..., Any]
 """A transformers tokenizer, or a callable that maps a list of texts to a dict with ``input_ids``."""
@@ -117,12 +119,15 @@ def model_batches(
     tokens: int = 256,
     sequences: int = 8,
     batch_size: int = 4,
+    logit_copies: float = LOSS_COPIES,
     shard: Shard = ALL,
 ) -> tuple[Iterator[Any], list[str]]:
     """Return batches of `text_batches` adapted to a model, and notes on the adaptations.
 
-    If the model takes no ``attention_mask``, each batch has one sequence, so that nothing is padded. Windows
-    of one text have no end token if the model predicts next tokens, because the text goes on.
+    Batches are made smaller if ``logit_copies`` float32 copies of their logits exceed the free memory.
+    `InputError` is raised if those of one sequence exceed it. If the model takes no ``attention_mask``, each
+    batch has one sequence, so that nothing is padded. Windows of one text have no end token if the model
+    predicts next tokens, because the text goes on.
     """
     notes: list[str] = []
     limit = longest_sequence(model)
@@ -134,6 +139,11 @@ def model_batches(
     is_wrapper = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} == kinds
     alone = not (is_wrapper or {"input_ids", "attention_mask"} <= set(parameters))
     size = 1 if alone else batch_size
+    most, words = _sequences_in_memory(model, tokens, logit_copies)
+    if most < size:
+        kept = f"the free memory holds the logits of {words:,} words for no more"
+        notes.append(f"batches of {most} sequences instead of {size}: {kept}")
+        size = most
     decodes = config_value(model, "is_encoder_decoder")
     end_token = bool(decodes) or not continues_texts(model)
     batches: Iterator[Any] = text_batches(
@@ -152,6 +162,21 @@ def model_batches(
         notes.append("the decoder reads the encoder's text, shifted by one token")
         batches = (_with_decoder(model, batch) for batch in batches)
     return batches, notes
+
+
+def _sequences_in_memory(model: nn.Module, tokens: int, copies: float) -> tuple[int, int]:
+    """Return the number of sequences whose logits fit in the free memory, and the number of words.
+
+    Raise `InputError` if one sequence does not fit.
+    """
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    words = len(head.weight) if isinstance(getattr(head, "weight", None), Tensor) else 0
+    free, needed = free_memory(device_of(model)), max(1, round(4 * copies * tokens * words))
+    if needed > free:
+        expected = f"{needed / 1e9:.1f} GB for the logits of one sequence ({tokens} tokens, {words:,} words)"
+        fix = f"Use --tokens {max(1, tokens * free // needed)}, or free memory."
+        raise InputError("memory", expected=expected, got=f"{free / 1e9:.1f} GB that are free", fix=fix)
+    return free // needed, words
 
 
 def longest_sequence(model: nn.Module) -> int | None:
@@ -260,6 +285,7 @@ def from_texts(
     *,
     tokens: int,
     batch_size: int,
+    logit_copies: float,
 ) -> tuple[Iterable[Batch], list[str]]:
     """Return batches with one sequence per text, and notes on how the texts were changed."""
     if batches is not None:
@@ -280,5 +306,6 @@ def from_texts(
         got = "none" if tokenizer is None else type(tokenizer).__name__
         raise InputError("`tokenizer`", expected=expected, got=got, fix=fix)
     return model_batches(
-        model, several, tokenizer, tokens=tokens, sequences=len(several), batch_size=batch_size
-    )
+        model, several, tokenizer, tokens=tokens, sequences=len(several), batch_size=batch_size,
+        logit_copies=logit_copies,
+    )  # fmt: skip

@@ -19,7 +19,7 @@ from rankwise._internals.forward import (
 from rankwise._internals.threads import exclusive, one_thread
 from rankwise._internals.torch_private import outside_transforms, uncompiled
 from rankwise.auditing.attention_maps import AttentionMapRecorder, only_flagged
-from rankwise.auditing.batches import check_batches, check_tokens, from_texts
+from rankwise.auditing.batches import FORWARD_COPIES, LOSS_COPIES, check_batches, check_tokens, from_texts
 from rankwise.auditing.error_hints import fix_hint
 from rankwise.auditing.examples import TokenNames
 from rankwise.auditing.initialization import AtInitSettings, built_words, initial_copies
@@ -135,7 +135,9 @@ def audit(
     )  # fmt: skip
     notes: list[str] = []
     if texts is not None and isinstance(model := without_copies(model), nn.Module):
-        batches, notes = from_texts(model, batches, texts, tokenizer, tokens=tokens, batch_size=batch_size)
+        copies = LOSS_COPIES if importance or loss else FORWARD_COPIES
+        sizes = {"tokens": tokens, "batch_size": batch_size, "logit_copies": copies}
+        batches, notes = from_texts(model, batches, texts, tokenizer, **sizes)
     check_batches(batches if texts is None else ())
     run = Run(without_copies(model), settings, notes)
     run.run(() if batches is None else batches)

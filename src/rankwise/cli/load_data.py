@@ -14,7 +14,7 @@ import typer
 
 from rankwise._internals.batches import batch_size, map_tensors
 from rankwise._internals.forward import config_value
-from rankwise.auditing.batches import ALL, Shard, evenly, longest_sequence, model_batches
+from rankwise.auditing.batches import ALL, LOSS_COPIES, Shard, evenly, longest_sequence, model_batches
 from rankwise.cli.load_images import find_images, load_image_processor, plain_processor, read_images
 from rankwise.cli.load_model import LoadedModel, split_factory
 from rankwise.errors import InputError, did_you_mean, first_line, need_package, readable_file
@@ -70,9 +70,12 @@ def load_data(
     tokens: int = 256,
     sequences: int = 8,
     batch_size: int = 4,
+    logit_copies: float = LOSS_COPIES,
     shard: Shard = ALL,
 ) -> LoadedData:
     """Return batches of a text, of images or of a data set, or the batches that a factory returned.
+
+    Batches of texts are made smaller if ``logit_copies`` copies of their logits exceed the free memory.
 
     Raise `InputError` if the model cannot read the data.
     """
@@ -91,6 +94,7 @@ def load_data(
     if images is not None:
         return _load_images(loaded, images, **sizes)
     texts = load_text(text) if text is not None else dataset_texts(str(dataset))
+    sizes["logit_copies"] = logit_copies
     return _load_texts(loaded, texts, str(text or dataset), tokens, **sizes)
 
 
@@ -288,11 +292,18 @@ def _preferred_split(names: Iterable[str]) -> str:
 
 
 def split_held_out(batches: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Return copies of the sequences 0, 2, 4, … and of the sequences 1, 3, 5, … of each batch."""
+    """Return copies of the sequences 0, 2, 4, … and of the sequences 1, 3, 5, … of all batches."""
+    halves: tuple[list[Any], list[Any]] = [], []
 
-    def half(batch: Any, first: int) -> Any:
-        size = batch_size(batch)
+    def sequences(batch: Any, first: int) -> Any:
         return map_tensors(batch, lambda x: (x[first::2] if x.dim() and len(x) == size else x).clone())
 
-    kept, held_out = ([half(x, first) for x in batches if batch_size(x) > first] for first in (0, 1))
-    return kept, held_out
+    before = 0
+    for batch in batches:
+        size = batch_size(batch)
+        for half in (0, 1):
+            first = (half + before) % 2
+            if first < size:
+                halves[half].append(sequences(batch, first))
+        before += size
+    return halves

@@ -2,25 +2,23 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
 import torch
-from jaxtyping import Float64
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from rankwise._internals.batches import batch_size, first_sequences, tensors_in, to_device
 from rankwise._internals.forward import Change, config_value, device_of, run_model
-from rankwise._internals.linalg import as_float64
 from rankwise._internals.torch_private import preserve_state
 from rankwise.compression.trials import output_and_mask, relative_error
 from rankwise.errors import InputError
-from rankwise.importance.loss_choice import model_loss
-from rankwise.importance.losses import real_outputs
+from rankwise.importance.loss_choice import choose_loss, model_loss
+from rankwise.importance.losses import DivergenceLoss
+from rankwise.importance.settings import ImportanceSettings
 
 SEQUENCES = 16
 """Maximum number of sequences on which outputs are compared."""
@@ -57,13 +55,8 @@ def evaluate(
     batches = [to_device(batch, device_of(model)) for batch in batches]
     new = snapshot(model, batches, "after")
 
-    def pair(batch: Any) -> tuple[Tensor | None, Tensor | None]:
-        after = log_probabilities(model, batch)
-        with original(changes):
-            return log_probabilities(model, batch), after
-
     fields = old.fields | new.fields
-    fields["output_kl"] = output_kl(pair(batch) for batch in compared_batches(batches))
+    fields["output_kl"] = output_kl(model, batches, changes)
     fields["output_error"] = relative_error(new.output, old.output)
     if timed:
         on_step("measuring time")
@@ -101,34 +94,26 @@ def snapshot(model: nn.Module, batches: list[Any], when: str) -> Snapshot:
 # --- outputs ---------------------------------------------------------------------------------------------
 
 
-def compared_batches(batches: list[Any]) -> Iterator[Any]:
-    """Yield the first sequences of batches, up to `SEQUENCES`."""
-    count = 0
+def output_kl(model: nn.Module, batches: list[Any], changes: list[Change]) -> float:
+    """Return mean KL(p‖p′) in nats over the real tokens of at most `SEQUENCES` sequences.
+
+    The original model predicts p, the changed model p′. Return NaN if the output is no prediction of classes.
+    """
+    total, tokens, count = 0.0, 0.0, 0
     for batch in batches:
-        if count < SEQUENCES:
-            short = first_sequences(batch, SEQUENCES - count)
-            count += batch_size(short)
-            yield short
-
-
-def log_probabilities(model: nn.Module, batch: Any) -> Float64[Tensor, "N V"] | None:
-    """Return log p of the outputs at real tokens, on the CPU. Return None if the model returns no logits."""
-    with torch.no_grad():
-        out = run_model(model, batch)
-    logits = getattr(out, "logits", None)
-    if not isinstance(logits, Tensor) or logits.dim() < 2:
-        return None
-    return as_float64(logits[real_outputs(out, batch, logits)].flatten(0, -2)).log_softmax(-1).cpu()
-
-
-def output_kl(pairs: Iterable[tuple[Tensor | None, Tensor | None]]) -> float:
-    """Return mean KL(p‖p′) over tokens in nats from pairs (log p, log p′). Return NaN if a pair has None."""
-    total, tokens = 0.0, 0
-    for before, after in pairs:
-        if before is None or after is None:
-            return math.nan
-        total += float(F.kl_div(after, before, reduction="sum", log_target=True))
-        tokens += before.shape[0]
+        if count == SEQUENCES:
+            break
+        batch = first_sequences(batch, SEQUENCES - count)
+        count += batch_size(batch)
+        with torch.no_grad():
+            after = run_model(model, batch)
+            with original(changes):
+                before = run_model(model, batch)
+            loss, [compared] = choose_loss(model, [batch], before, ImportanceSettings(loss="output"))
+            if not isinstance(loss, DivergenceLoss):
+                return math.nan
+            losses = loss.read(after, replace(compared, reference_output=loss.keep(before, compared)))
+        total, tokens = total + float(losses.total.sum()), tokens + float(losses.count.sum())
     return max(total, 0.0) / max(tokens, 1e-300)  # KL ≥ 0, so a sum below 0 is a rounding error
 
 

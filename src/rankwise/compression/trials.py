@@ -19,7 +19,7 @@ from rankwise._internals.linalg import as_float64
 from rankwise.auditing.error_hints import fix_hint
 from rankwise.compression.records import HeadWidth, LatentRank
 from rankwise.errors import CompressionError, first_line
-from rankwise.importance.losses import real_outputs
+from rankwise.importance.losses import CHUNK, real_outputs
 
 Layer = TypeVar("Layer", bound=Any)
 """Type of an attention layer with its `name` in the model."""
@@ -123,12 +123,12 @@ def keep_passing(
     """
     layers, skipped = found
     before, real = output_and_mask(model, batch)
-    bound = torch.finfo(before.dtype).eps ** 0.5
+    before, bound = before[real], torch.finfo(before.dtype).eps ** 0.5
 
     def same(some: list[Layer]) -> bool:
         with trial(model, some):
             after = outputs(model, batch)
-        return all(relative_error(output[real], before[real]) <= bound for output in after)
+        return all(relative_error(output[real], before) <= bound for output in after)
 
     if layers and not same(layers):
         passing = [layer for layer in layers if same([layer])]
@@ -176,9 +176,12 @@ def at_once_and_in_halves(model: nn.Module, batch: Any) -> list[Tensor]:
 
 
 def relative_error(after: Tensor, before: Tensor) -> float:
-    """Return ‖after − before‖/‖before‖ in float64."""
-    after, before = as_float64(after), as_float64(before)
-    return float((after - before).norm() / before.norm().clamp(min=1e-300))
+    """Return ‖after − before‖/‖before‖ in float64, which is the dtype of only `CHUNK` values at once."""
+    chunks = zip(*(values.flatten().split(CHUNK) for values in (after, before)), strict=True)
+    wide = (tuple(map(as_float64, pair)) for pair in chunks)
+    norms = [((new - old).norm(), old.norm()) for new, old in wide]
+    difference, norm = (float(torch.stack(parts).norm()) for parts in zip(*norms, strict=True))
+    return difference / max(norm, 1e-300)
 
 
 # --- checks ----------------------------------------------------------------------------------------------

@@ -308,8 +308,8 @@ class DivergenceLoss(Loss):
     def read(self, output: Any, batch: LossBatch) -> SequenceLosses:
         """Return sums of divergences and entropies over the real tokens of each sequence."""
         logits = _token_logits(output)
-        real = real_outputs(output, batch.batch, logits)
         both = _by_tokens(_divergence, logits, batch.reference_output)
+        real = real_outputs(output, batch.batch, logits).to(both.device)
         sums = as_float64(torch.where(real[..., None], both, 0.0)).sum(1)
         return SequenceLosses(sums[:, 0], as_float64(real.sum(1)), sums[:, 1].detach())
 
@@ -427,8 +427,11 @@ def _cross_entropy(logits: Float[Tensor, "B T V"], labels: Int[Tensor, "B T"]) -
 
 
 def _divergence(logits: Float[Tensor, "B T V"], whole: Float[Tensor, "B T V"]) -> Float[Tensor, "B T 2"]:
-    """Return KL(p ‖ p') and the entropy H(p), with p of the whole model's logits."""
-    ours, whole = (values.float().log_softmax(-1) for values in (logits, whole))
+    """Return KL(p ‖ p') and the entropy H(p), with p of the whole model's logits.
+
+    Both are computed in float64, because the KL is a small difference of large logarithms.
+    """
+    ours, whole = (as_float64(values).log_softmax(-1) for values in (logits, whole))
     shares = whole.exp()
     entropy = -torch.special.xlogy(shares, shares).sum(-1)
     # a class with p = 0 adds nothing, although log p is −∞
