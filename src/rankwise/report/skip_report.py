@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
-from typing import Any
 
 from rankwise._internals.records import format_number
 from rankwise.auditing.records import Verdict
@@ -21,19 +20,15 @@ UNCLEAR = (
 
 
 def skip_document(
-    scales: Mapping[str, Sequence[float]], report: Mapping[str, Any], notes: Sequence[str] = ()
-) -> Document:
-    """Return the report on λ-skips before and after a fit: λ per site, token spread by layer, and loss."""
+    scales: Mapping[str, Sequence[float]], states: Mapping[str, Sequence[float]], data: str = "",
+    notes: Sequence[str] = (),
+) -> Document:  # fmt: skip
+    """Return the report on added λ-skips: λ per site before and after, and token spread by layer."""
     rows = [[name, f"{before:.3f}", f"{after:.3f}"] for name, (before, after) in scales.items()]
-    states = report["collapse"]
-    times = (", before", ", after") if len(states) > 1 else ("",)
     spread = [
-        [f"{stack or 'model'}{when}", " ".join(format_number(number, 2) for number in stacks[stack])]
-        for stack in states[0]
-        for when, stacks in zip(times, states, strict=True)
+        [stack or "model", " ".join(format_number(number, 2) for number in numbers)]
+        for stack, numbers in states.items()
     ]
-    losses = " → ".join(format_number(loss, 4) for loss in report.get("loss", ()))
-    loss = f"loss, held out: {losses}" if losses else ""
     tables = [
         Table("λ-skips", ["site", "λ before", "λ after"], rows),
         Table("Token spread μ/‖Y‖ by layer", ["stack", "input, and after each layer"], spread),
@@ -41,8 +36,8 @@ def skip_document(
     return Document(
         command="Rankwise skip",
         heading="λ-skips",
-        setting=report.get("data", ""),
-        verdict=Verdict(sentence=loss or f"λ-skips at {len(rows)} sites."),
+        setting=data,
+        verdict=Verdict(sentence=f"λ-skips at {len(rows)} sites."),
         sections=[Section("skips", "λ-skips", tables=tables)],
         notes=notes,
     )
