@@ -164,7 +164,7 @@ def test_it_certifies_the_first_batch_and_writes_nothing(run, tiny, tmp_path, mo
     certificates = called(monkeypatch, skips, "certify_skip")
     result = run(tiny, *ON_TEXT, "--certify")
     assert result.exit_code == 0, result.output
-    for words in ("Layers", "least |λ|", "model.layers: keeps", "each layer keeps 0.71 of μ"):
+    for words in ("Layers", "least |λ|", "Each layer keeps", "each layer keeps 0.71 of μ"):
         assert words in result.output
     assert sorted(path.name for path in tmp_path.iterdir()) == ["text.txt"]
     (certificate,), (first, *others) = certificates, measured[0]["batches"]

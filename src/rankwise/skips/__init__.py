@@ -11,13 +11,13 @@ if TYPE_CHECKING:
     from rankwise.skips.hook_places import SkipPlace
     from rankwise.skips.lambda_skip import LambdaSkip
     from rankwise.skips.recommendation import choose_lambda, recommend, spread_by_layer
-    from rankwise.skips.records import LambdaChoice, LayerCertificate, SkipCertificate, StackCertificate
+    from rankwise.skips.records import LambdaChoice, LayerCertificate, SkipCertificate
     from rankwise.skips.save import load_skips, save_skips
     from rankwise.skips.trial import try_lambdas
 
 __all__ = [
     "LambdaChoice", "LambdaSkip", "LayerCertificate", "SkipCertificate", "SkipError", "SkipPlace", "Skips",
-    "StackCertificate", "add_lambda_skip", "certify_skip", "choose_lambda", "load_skips", "recommend",
+    "add_lambda_skip", "certify_skip", "choose_lambda", "load_skips", "recommend",
     "remove_lambda_skip", "save_skips", "skips_of", "spread_by_layer", "try_lambdas",
 ]  # fmt: skip
 
