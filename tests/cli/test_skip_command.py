@@ -222,7 +222,7 @@ def test_a_masked_language_model_is_tried(run) -> None:
         (f"{NETS}:few_words", (*ON_TEXT, "--certify"), InputError, "`batch`: expected a batch that Llama"),
         ("nowhere", ("--certify",), InputError, "expected one of --text, --dataset, got none"),
         ("nowhere", ("--certify", "--text", "none.txt"), InputError, "none.txt: expected a text file"),
-        ("tiny", (*ON_TEXT, "--certify", "--revision", "v1"), InputError, "revision v1: expected a model on"),
+        ("tiny@v1", (*ON_TEXT, "--certify"), InputError, "revision v1: expected a model on the Hub"),
         ("tiny", (*ON_TEXT, "--certify", "--sites", "model.layer.0"), SkipError, "Did you mean"),
         (
             "nowhere",
@@ -255,7 +255,7 @@ def test_wrong_options_are_refused_before_the_model_is_loaded_if_possible(
 ) -> None:
     if model == "some":
         saved(tiny)
-    result = run(tiny if model == "tiny" else model, *arguments)
+    result = run(model.replace("tiny", str(tiny)), *arguments)
     assert result.exit_code != 0
     assert isinstance(result.exception, error)
     assert words in str(result.exception)
@@ -320,10 +320,10 @@ def test_the_checkpoint_decides_on_the_cache(run: Run, tiny: Path, use_cache: bo
 @pytest.mark.parametrize(
     ("options", "loaded", "read"),
     [
-        (("--text", "text.txt"), (None, "auto", None, False), (128, 40, 4)),
+        (("--text", "text.txt"), (None, "auto", False), (128, 40, 4)),
         (
-            (*ON_TEXT, "--device", "cpu:0", "--dtype", "float64", "--revision", "v1", "--trust-remote-code"),
-            ("cpu:0", "float64", "v1", True),
+            (*ON_TEXT, "--device", "cpu:0", "--dtype", "float64", "--trust-remote-code"),
+            ("cpu:0", "float64", True),
             (16, 6, 2),
         ),
     ],
@@ -331,13 +331,13 @@ def test_the_checkpoint_decides_on_the_cache(run: Run, tiny: Path, use_cache: bo
 def test_options_reach_the_model_and_the_data(run, tiny, monkeypatch, options, loaded, read) -> None:
     whole = load_model.load_model
     monkeypatch.setattr(
-        load_model, "load_model", lambda name, *, revision, dtype, device, trust_remote_code: whole(str(tiny))
+        load_model, "load_model", lambda name, *, dtype, device, trust_remote_code: whole(str(tiny))
     )
     loads = called(monkeypatch, load_model, "load_model")
     reads = called(monkeypatch, load_data, "load_data", Stop())
     assert isinstance(run(tiny, "--certify", *options).exception, Stop)
     (model,), (data,) = loads, reads
-    assert tuple(model[name] for name in ("device", "dtype", "revision", "trust_remote_code")) == loaded
+    assert tuple(model[name] for name in ("device", "dtype", "trust_remote_code")) == loaded
     assert data["text"] == Path("text.txt")
     assert tuple(data[name] for name in ("tokens", "sequences", "batch_size")) == read
 

@@ -38,7 +38,7 @@ CERTIFICATE = ("certificate.json", "certificate.html")
 
 def command(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Hugging Face name, folder or factory.")],
+    model: options.Model,
     init: Annotated[
         float | None,
         typer.Option("--lambda", help="Start from this λ: by default 1 for new λ-skips, else the saved λ."),
@@ -66,7 +66,6 @@ def command(
     batch_size: options.BatchSize = 4,
     device: options.Device = None,
     dtype: options.Dtype = "auto",
-    revision: options.Revision = None,
     out: Annotated[Path | None, typer.Option(help="Write the model and its λ-skips to this folder.")] = None,
     trust_remote_code: options.TrustRemoteCode = False,
 ) -> None:
@@ -98,9 +97,7 @@ def command(
         check_lambda("--lambda", init)
     check_data([model], context, text=text, dataset=dataset)
     with nullcontext() if out is None else output.new_folder(out):
-        load = partial(
-            load_model, revision=revision, dtype=dtype, device=device, trust_remote_code=trust_remote_code
-        )
+        load = partial(load_model, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
         loaded = load(model)
         inputs = load_data(
             loaded, text=text, dataset=dataset, tokens=tokens, sequences=sequences, batch_size=batch_size
@@ -177,9 +174,10 @@ def _add_skips(
         skips = add_lambda_skip(loaded.model, per=per, sites=sites, example=example, exist_ok=bool(skips))  # type: ignore[arg-type]
     scales = {name: [float(value.detach().mean())] * 2 for name, value in skips.items()}
     chosen = {place.name for place in match_places(list(skips.places.values()), sites)}
-    for name in chosen if init is not None else ():
-        skips[name].data.fill_(init)
-        scales[name][1] = init
+    if init is not None:
+        for name in chosen:
+            skips[name].data.fill_(init)
+            scales[name][1] = init
     return skips, scales
 
 
