@@ -12,8 +12,10 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+import pandas as pd
 from torch import nn
 
 import rankwise as rw
@@ -22,12 +24,10 @@ from experiments.rank.rank_saturation import rounded
 from experiments.real_models import minilm
 from experiments.render import markdown_table
 from experiments.study import Report, Study
-from rankwise._internals.statistics import spearman
 from rankwise.auditing.measure_table import HEAD_MEASURES
 from rankwise.cli.load_data import load_data
 from rankwise.cli.load_model import demo_model, demo_text, load_model
 from rankwise.importance import ImportanceSettings, ablation_cost, measure_importance
-from rankwise.importance.records import HeadImportance, agreement
 
 ESTIMATES = {
     "curvature": "curvature, 8 projections",
@@ -127,6 +127,12 @@ def held_out(
     }
 
 
+def spearman(first: Iterable[float], second: Iterable[float]) -> float:
+    """Return Spearman's rank correlation of pairs without NaN; NaN for fewer than three pairs."""
+    ranks = pd.DataFrame({"first": first, "second": second}).dropna().rank()
+    return float(ranks["first"].corr(ranks["second"], min_periods=3))
+
+
 def correlations(model: Report) -> dict[str, list[float]]:
     """Return Spearman with the exact costs, by split: of estimates, of ranks, of exact costs elsewhere."""
     exact = numbers(model["exact"])
@@ -203,12 +209,11 @@ def size_table(model: Report) -> str:
     """Return the size of estimates relative to exact costs."""
     splits = zip(model["estimates"]["estimate"], model["exact"], strict=True)
     pairs = [list(zip(*split, strict=True)) for split in splits]
-    agreements = [agreement(HeadImportance(estimate=a, exact=b) for a, b in split) for split in pairs]
-    known = [found for found in agreements if found is not None]
-    medians = ["median of heads", *(f"{found.median:.2f}" for found in known)]
-    return by_split(
-        len(known), [medians, ["the most important head", *(f"{found.costliest:.2f}" for found in known)]]
-    )
+    ratios = [[estimate / exact for estimate, exact in split if exact > 0] for split in pairs]
+    largest = [max(split, key=lambda pair: pair[1]) for split in pairs]
+    medians = ["median of heads", *(f"{median(split):.2f}" for split in ratios)]
+    most = ["the most important head", *(f"{estimate / exact:.2f}" for estimate, exact in largest)]
+    return by_split(len(pairs), [medians, most])
 
 
 def set_table(sets: Sequence[Report]) -> str:

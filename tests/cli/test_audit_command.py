@@ -214,7 +214,6 @@ def test_half_precision_is_loaded(run: Run, tiny: Path, tmp_path: Path, dtype: s
         (["--images", "photos"], "expected a model that reads images, got one that reads input_ids"),
         ([], "expected one of --text, --images, --dataset, got none. Pass one, such as --text FILE"),
         (["--dataset", "./none.csv"], "got no such file"),
-        (["--text", "text.txt", "--revision", "v1"], "revision v1: expected a model on the Hub"),
         (["--text", "text.txt", "--dataset", "imdb"], "--text and --dataset"),
         (["--text", "text.txt", "--fail-on", "COLAPSE"], "Did you mean COLLAPSE"),
         (["--text", "text.txt", "--delta", "-1"], "delta"),

@@ -394,7 +394,7 @@ def test_a_full_disk_keeps_the_audits_before(tmp_path: Path, monkeypatch: pytest
 
 
 OPTIONS = [
-    [], ["--revision", "r"], ["--text", "/t.txt"], ["--images", "/i"], ["--dataset", "d:test:text"],
+    [], ["--text", "/t.txt"], ["--images", "/i"], ["--dataset", "d:test:text"],
     ["--tokens", "3"], ["--sequences", "3"], ["--batch-size", "3"], ["--delta", "0.5"],
     ["--rank-method", "exact"], ["--attention-maps", "0:1,2:3"], ["--device", "cuda:1"],
     ["--device-map", '{"": "cpu"}'], ["--offload-folder", "/o"], ["--dtype", "float16"], ["--tokenizer", "t"],
@@ -427,17 +427,6 @@ def test_the_command_of_a_job_carries_every_setting(tmp_path: Path, monkeypatch:
         commands.add(first.command)
         seen.clear()
     assert len(commands) == len(OPTIONS)
-
-
-def test_a_revision_is_named_after_the_model_unless_there_is_a_path(tmp_path: Path) -> None:
-    (tmp_path / "a@b").mkdir()
-    job = AuditJob(model="", revision="main")
-    found = [
-        job.for_model(model) for model in ("org/m@v1", "org/m", str(tmp_path / "a@b"), "x@1/net.py:build")
-    ]
-    assert [(one.model, one.revision) for one in found] == [
-        ("org/m", "v1"), ("org/m", "main"), (str(tmp_path / "a@b"), "main"), ("x@1/net.py:build", "main"),
-    ]  # fmt: skip
 
 
 def test_digests_change_with_any_file_that_is_read_and_with_nothing_else(tmp_path: Path) -> None:

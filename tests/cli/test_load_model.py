@@ -17,7 +17,7 @@ from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadMo
 
 from rankwise.auditing import Audit
 from rankwise.cli.audit_job import AuditJob, load, run_job
-from rankwise.cli.load_model import check_device, load_model
+from rankwise.cli.load_model import check_device, load_model, split_revision
 from rankwise.errors import InputError
 
 DISK = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
@@ -52,8 +52,6 @@ def test_on_the_disk_and_in_memory_is_as_on_one_device(folder, tmp_path) -> None
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"revision": "v1"}, "revision v1: expected a model on the Hub, got the folder /"),
-        ({"revision": "v1", "model": "net.py:build"}, "a model on the Hub, got the factory net.py:build"),
         ({"device_map": "balance"}, "balance"),
         ({"device_map": "cuda:99"}, "tiny: expected a folder with config.json and weights"),
         ({"device_map": "{"}, "--device-map {: expected JSON, got Expecting"),
@@ -63,6 +61,16 @@ def test_contradictory_places_are_refused(folder, changes, says) -> None:
     with pytest.raises(InputError) as told:
         load(task(folder, **changes))
     assert says in str(told.value)
+
+
+def test_a_revision_is_named_after_the_model_unless_there_is_a_path(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "a@b").mkdir()
+    models = ("org/m@v1", "org/m", str(tmp_path / "a@b"), "x@1/net.py:build")
+    assert [split_revision(model) for model in models] == [
+        ("org/m", "v1"), ("org/m", ""), (str(tmp_path / "a@b"), ""), ("x@1/net.py:build", "")
+    ]  # fmt: skip
+    with pytest.raises(InputError, match="revision v1: expected a model on the Hub, got the folder /"):
+        load_model(f"{folder / 'tiny'}@v1")
 
 
 @pytest.mark.parametrize("name", ["", "meta", "hpu", "vulkan", "privateuseone", "cuda:99", "cuda:x", "gpu"])

@@ -15,7 +15,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import rankwise as rw
-from rankwise._internals.statistics import spearman
 from rankwise.auditing import AuditError
 from rankwise.importance import ImportanceSettings, ablation_cost, measure_importance
 from rankwise.tracing import Address
@@ -261,11 +260,3 @@ def test_the_importance_of_a_mixer_named_by_hand_is_not_guessed():
     assert "returns the heads' outputs" in site.why_not
     assert np.isnan(site.exact).all()
     assert importance.removable is None
-
-
-@pytest.mark.parametrize("scale", [1.0, -2.0])
-def test_spearman_depends_on_order_only(scale):
-    values = np.array([3.0, 1.0, 2.0, math.nan, 2.0])
-    assert spearman(values, scale * np.exp(values)) == pytest.approx(math.copysign(1, scale))
-    assert math.isnan(spearman(values[:2], values[:2]))
-    assert math.isnan(spearman(values, np.ones(5)))

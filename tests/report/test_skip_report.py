@@ -6,7 +6,7 @@ import pytest
 from tests.support.documents import Table
 
 from rankwise.report.skip_report import certificate_document, skip_document, trial_document
-from rankwise.skips import LayerCertificate, SkipCertificate, StackCertificate
+from rankwise.skips import LayerCertificate, SkipCertificate
 
 
 def cells(table: Table) -> dict[str, dict[str, str]]:
@@ -16,45 +16,40 @@ def cells(table: Table) -> dict[str, dict[str, str]]:
 
 
 def test_before_comes_before_after() -> None:
-    report = {"loss": [4.0, 3.0], "collapse": [{"": [0.9, 0.8], "h": [0.7]}, {"": [0.6, 0.5], "h": [0.4]}]}
-    document = skip_document({"a.drop": [1.0, 1.5]}, report, ["mind the gap"])
+    states = {"": [0.9, math.nan], "h": [0.7]}
+    document = skip_document({"a.drop": [1.0, 1.5]}, states, "a text", ["mind the gap"])
     scales, spread = document.sections[0].tables
     assert cells(scales) == {"a.drop": {"λ before": "1.000", "λ after": "1.500"}}
-    assert spread.rows == [
-        ["model, before", "0.90 0.80"],
-        ["model, after", "0.60 0.50"],
-        ["h, before", "0.70"],
-        ["h, after", "0.40"],
-    ]
-    assert document.verdict.sentence == "loss, held out: 4.0000 → 3.0000"
+    assert spread.rows == [["model", "0.90 –"], ["h", "0.70"]]
+    assert document.verdict.sentence == "λ-skips at 1 sites."
     assert document.notes == ["mind the gap"]
-    unknown = {"loss": [4.0, math.nan], "collapse": [{"": [0.9, math.nan]}]}
-    document = skip_document({}, unknown)
-    assert document.verdict.sentence == "loss, held out: 4.0000 → –"
-    assert document.sections[0].tables[1].rows == [["model", "0.90 –"]]
-
-
-def stack(**fields: float | None) -> StackCertificate:
-    return StackCertificate(**({"stack": "h", "layers": 1, "left_out": 0} | fields))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("ratio", "words", "proved", "bound"),
+    ("ratios", "words", "proved", "bounds"),
     [
-        (0.9, "h: keeps 0.90 of the token spread on this batch.", 2.5, "|λ| ≥ 2.5"),
-        (None, "h: nothing to keep, its tokens are all equal where it starts.", 4e7, "none below 1,000"),
-        (0.9, "h: keeps 0.90 of the token spread on this batch.", math.inf, "none below 1,000"),
+        ([0.9, 0.8], "Each layer keeps 0.80 of μ or more on this batch.", [2.5, 1.0], ["|λ| ≥ 2.5"]),
+        ([0.9], "Each layer keeps 0.90 of μ or more on this batch.", [math.inf], ["none below 1,000"]),
+        ([0.9, None], "The norm behind 1 of 2 λ-skips is unknown.", [2.5, None], []),
+        ([], "No λ-skips.", [], []),
     ],
 )
 def test_a_certificate_names_the_kept_spread_and_explains_larger_scales(
-    ratio: float | None, words: str, proved: float, bound: str
+    ratios: list[float | None], words: str, proved: list[float | None], bounds: list[str]
 ) -> None:
-    only = stack(spread_ratio=ratio, min_lambda_proved=proved)
-    document = certificate_document(SkipCertificate(keep_spread=0.5, sequences=1, layers=[], stacks=[only]))
+    layers = [
+        LayerCertificate(
+            site="h", lambda_value=1, norm="none", mixing_share=1, absolute_spread_ratio=ratio,
+            min_lambda_proved=least,
+        )
+        for ratio, least in zip(ratios, proved, strict=True)
+    ]  # fmt: skip
+    document = certificate_document(SkipCertificate(keep_spread=0.5, sequences=1, layers=layers))
     assert document.verdict.sentence == words
-    ((_, least, use),) = document.sections[0].tables[0].rows
-    assert least == bound
-    assert "proved for this batch: each layer keeps 0.50 of μ" in str(use)
+    uses = next((section for section in document.sections if section.title == "Larger λ"), None)
+    rows = [] if uses is None else uses.tables[0].rows
+    assert [row[1] for row in rows] == bounds
+    assert all("proved for this batch: each layer keeps 0.50 of μ" in str(row[2]) for row in rows)
 
 
 def test_every_number_of_a_certificate_is_under_its_name() -> None:
@@ -62,8 +57,8 @@ def test_every_number_of_a_certificate_is_under_its_name() -> None:
         site="h.0", norm="RMSNorm", lambda_value=1, absolute_spread_ratio=2, absolute_spread_ratio_bound=3,
         min_lambda_proved=4, mixing_share=5,
     )  # fmt: skip
-    certificate = SkipCertificate(keep_spread=0.5, sequences=1, layers=[layer], stacks=[])
-    (section,) = certificate_document(certificate).sections
+    certificate = SkipCertificate(keep_spread=0.5, sequences=1, layers=[layer])
+    *_, section = certificate_document(certificate).sections
     (table,) = section.tables
     numbers = {"λ": "1", "norm": "RMSNorm", "kept": "2", "proved": "3", "least |λ|": "|λ| ≥ 4", "mixing": "5"}
     assert cells(table) == {"h.0": numbers}

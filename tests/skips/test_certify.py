@@ -21,11 +21,9 @@ from rankwise.skips import (
     SkipCertificate,
     add_lambda_skip,
     certify_skip,
-    choose_lambda,
     skips_of,
-    spread_by_layer,
 )
-from rankwise.skips.observe import normed, observe, places_in
+from rankwise.skips.observe import normed, observe
 
 EPS = (0.0, 1e-12)
 """ε of the input, of which only directions count, and ε of BERT's norms."""
@@ -161,7 +159,6 @@ def test_one_large_channel_makes_tokens_similar_after_a_norm() -> None:
     certificate = certified(post_norm(), scales, x)
     assert certificate.layers[0].absolute_spread_ratio < 0.01
     assert certificate.layers[0].min_lambda_proved is None
-    assert certificate.stacks[0].min_lambda_proved is None
     assert any("no single least |λ|" in note for note in certificate.notes)
 
 
@@ -233,47 +230,10 @@ def test_a_cache_in_the_batch_is_the_same_in_every_pass() -> None:
     assert batch["past_key_values"].get_seq_length() == 6
 
 
-# --- stacks ----------------------------------------------------------------------------------------------
+# --- files and refusals ----------------------------------------------------------------------------------
 
 
 CONSTANT = torch.full((1, 12), 7)
-
-
-def test_a_sequence_of_equal_tokens_is_left_out() -> None:
-    """Llama adds no positions to its embeddings, so all states of the sequence are equal."""
-    model, ids = llama(), text_inputs()["input_ids"]
-    plain = certify_skip(model, {"input_ids": ids})
-    mixed = certify_skip(model, {"input_ids": torch.cat([CONSTANT, ids])})
-    for name in ("spread_ratio", "absolute_spread_ratio"):
-        assert getattr(mixed.stacks[0], name) == pytest.approx(getattr(plain.stacks[0], name), rel=1e-4)
-    assert (plain.stacks[0].left_out, mixed.stacks[0].left_out) == (0, 1)
-    assert any("sequences of equal tokens at the start of layers: 1;" in note for note in mixed.notes)
-    assert not any("equal tokens" in note for note in plain.notes)
-    (alone,) = certify_skip(model, {"input_ids": CONSTANT}).stacks
-    assert (alone.spread_ratio, alone.absolute_spread_ratio, alone.left_out) == (None, None, 1)
-
-
-@pytest.mark.parametrize("build", [llama, bert], ids=["pre-norm", "post-norm"])
-def test_ratios_of_a_stack_are_means_over_sequences(build: Callable[[], nn.Module]) -> None:
-    model, batch = build(), text_inputs()
-    seen = observe(model, batch, places_in(model, batch)[0], {})
-    first, last = seen[0].x.double(), seen[-1].total.double()
-    share = (mu(last) / last.norm(dim=(-2, -1))) / (mu(first) / first.norm(dim=(-2, -1)))
-    end = normed(last, True, 1e-12) if build is bert else last
-    (stack,) = certify_skip(model, batch).stacks
-    assert stack.spread_ratio == pytest.approx(float(share.mean()))
-    assert stack.absolute_spread_ratio == pytest.approx(float((mu(end) / mu(first)).mean()))
-
-
-@pytest.mark.parametrize("name", ["T5", "Swin"])
-def test_stacks_have_the_names_that_other_functions_use(name: str) -> None:
-    model, batch = FOUND[name][0]()
-    stacks = [stack.stack for stack in certify_skip(model, batch).stacks]
-    assert sorted(stacks) == sorted(spread_by_layer(model, [batch]))
-    assert choose_lambda(model, batch, stacks[0]).stack == stacks[0]
-
-
-# --- files and refusals ----------------------------------------------------------------------------------
 
 
 def test_a_saved_certificate_is_loaded_with_infinity(tmp_path: Path) -> None:
@@ -291,7 +251,7 @@ def test_a_saved_certificate_is_loaded_with_infinity(tmp_path: Path) -> None:
 
 def test_a_model_without_residual_mixers_has_an_empty_certificate() -> None:
     certificate = certify_skip(nn.Linear(4, 4), torch.randn(1, 3, 4))
-    assert certificate.layers == certificate.stacks == []
+    assert certificate.layers == []
     assert certificate.notes[0].startswith("residual connections around mixers: none")
 
 

@@ -245,8 +245,6 @@ def test_bounds_hold_for_the_state_after_the_norm(name: str, similar: bool, scal
         names = ("absolute_spread_ratio", "absolute_spread_ratio_bound", "min_lambda_proved")
         assert all(getattr(layer, name) is None for name in names)
         assert any(note.startswith("nothing is promised") for note in certificate.notes)
-        (stack,) = certificate.stacks
-        assert stack.min_lambda_proved is stack.absolute_spread_ratio is None
         return
     assert 0 <= layer.absolute_spread_ratio_bound <= layer.absolute_spread_ratio * (1 + SLACK)
     read = (centred(x) if kind == "LayerNorm" else x).double()

@@ -24,10 +24,8 @@ from rankwise.errors import InputError
 from rankwise.skips import (
     SkipError,
     add_lambda_skip,
-    fit_skips,
     load_skips,
     save_skips,
-    skip_parameter_groups,
     skips_of,
 )
 
@@ -78,11 +76,11 @@ def test_saved_skips_are_loaded(name: str, per: str, tmp_path: Path) -> None:
     skips = add_lambda_skip(model, per=per, learnable=False, example=batch)
     for at, parameter in enumerate(skips.values()):
         parameter.requires_grad_(at > 0).data.copy_(torch.rand(parameter.shape))
-    numbers, facts = save_skips(model, tmp_path / "deep" / "er", fitted={"steps": 3})
+    numbers, facts = save_skips(model, tmp_path / "deep" / "er", made={"steps": 3})
     assert numbers.parent == facts.parent
     (tmp_path / "plain").touch()  # has the mode of the umask
     assert {path.stat().st_mode for path in (numbers, facts)} == {(tmp_path / "plain").stat().st_mode}
-    assert json.loads(facts.read_text())["fitted"] == {"steps": 3}
+    assert json.loads(facts.read_text())["made"] == {"steps": 3}
     other, _ = FOUND[name][0]()
     loaded = load_skips(other, numbers.parent, example=batch)
     assert list(loaded) == list(skips)
@@ -278,33 +276,7 @@ def test_a_full_disk_leaves_the_old_file(saved: Path, monkeypatch: pytest.Monkey
     assert sorted(path.name for path in saved.iterdir()) == ["skips.json", "skips.safetensors"]
 
 
-# --- optimizers ------------------------------------------------------------------------------------------
-
-
-def test_parameter_groups_are_those_of_models_after_a_group_of_lambda() -> None:
-    model = bert()
-    skips = add_lambda_skip(model, init=2.0)
-    groups = skip_parameter_groups(model, weight_decay=0.5, lr=0.1)
-    assert [(group["weight_decay"], group.get("lr")) for group in groups] == [
-        (0.0, 0.1), (0.5, None), (0.0, None)
-    ]  # fmt: skip
-    first, *others = [{id(one) for one in group["params"]} for group in groups]
-    assert first == {id(one) for one in skips.values()}
-    wanted = rw.models.parameter_groups(model, 0.5)
-    assert others == [{id(one) for one in group["params"]} - first for group in wanted]
-    assert not others[0] & {id(one) for one in model.parameters() if one.ndim < 2}  # norms and biases
-    assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
-
-
-@pytest.mark.parametrize("wrong", [-1.0, float("nan")])
-def test_a_weight_decay_that_cannot_be_is_refused(wrong: float) -> None:
-    model = bert()
-    add_lambda_skip(model)
-    with pytest.raises(InputError, match="`weight_decay`: expected a number"):
-        skip_parameter_groups(model, wrong)
-
-
-# --- computed, shared and frozen λ ------------------------------------------------------------------------
+# --- computed and shared λ --------------------------------------------------------------------------------
 
 
 def plain(model: nn.Module) -> nn.Module:
@@ -329,26 +301,6 @@ def test_a_shared_lambda_is_one_parameter(tmp_path: Path) -> None:
     first, *others = [model.get_submodule(name) for name in skips_of(model)]
     for other in others:
         other.lambda_skip = first.lambda_skip
-    assert len(skip_parameter_groups(model)[0]["params"]) == 1
+    assert len(skips_of(model).parameters()) == 1
     save_skips(model, tmp_path)
     assert [value.item() for value in load_skips(bert(), tmp_path).values()] == [0.5] * 3
-
-
-def test_a_fit_steps_a_shared_lambda_once() -> None:
-    model = plain(hugging_face("BertForMaskedLM", "BertConfig", **BERT)())
-    first, *others = [model.get_submodule(name) for name in skips_of(model)]
-    for other in others:
-        other.lambda_skip = first.lambda_skip
-    fit_skips(model, [text_inputs()], steps=1, lr=0.02, mask_token=63)
-    assert abs(first.lambda_skip.item() - 0.5) == pytest.approx(0.02, rel=1e-3)  # first step of Adam
-
-
-def test_the_advice_on_frozen_lambdas_makes_them_learn() -> None:
-    model = bert()
-    with pytest.raises(SkipError, match="expected λ-skips that can learn, got none"):
-        skip_parameter_groups(model)
-    plain(model).requires_grad_(False)
-    with pytest.raises(SkipError, match=r"can learn, got 3 frozen ones\. Run `") as raised:
-        skip_parameter_groups(model)
-    exec(str(raised.value).split("`")[-2], {"rw": rw, "model": model})
-    assert len(skip_parameter_groups(model)[0]["params"]) == 3

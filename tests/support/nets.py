@@ -64,11 +64,6 @@ def leaving() -> nn.Module:
     raise SystemExit("no license")
 
 
-def plain() -> nn.Module:
-    """Return a model that takes token ids as a tensor."""
-    return nn.Sequential(nn.Embedding(256, 8), nn.TransformerEncoderLayer(8, 2, 8, batch_first=True))
-
-
 def linear() -> nn.Module:
     return nn.Linear(2, 2)
 
@@ -170,10 +165,3 @@ def few_words() -> nn.Module:
 
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     return LlamaForCausalLM(LlamaConfig(vocab_size=8, pad_token_id=0, **sizes))
-
-
-def masked() -> nn.Module:
-    from transformers import BertConfig, BertForMaskedLM
-
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}
-    return BertForMaskedLM(BertConfig(vocab_size=300, **sizes))

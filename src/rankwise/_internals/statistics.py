@@ -1,4 +1,4 @@
-"""Statistics without torch: moments that can be merged, rank correlation, Student's t, and constants."""
+"""Statistics without torch: moments that can be merged, Student's t, and constants."""
 
 import math
 from collections.abc import Iterable
@@ -124,28 +124,3 @@ def mean(values: Iterable[int | float]) -> float:
     """
     finite = [value for value in values if math.isfinite(value)]
     return sum(finite) / len(finite) if finite else math.nan
-
-
-def spearman(first: Iterable[float], second: Iterable[float]) -> float:
-    """Return Spearman's rank correlation of two lists of equal length; equal numbers get their mean rank.
-
-    Pairs with a NaN or infinity are skipped. Return NaN for fewer than three pairs, or if all numbers of a
-    list are equal.
-
-    Examples:
-        >>> spearman([1.0, 2.0, 3.0, float("nan")], [10.0, 30.0, 20.0, 0.0])
-        0.5
-    """
-    pairs = np.array(list(zip(first, second, strict=True)), dtype=np.float64).reshape(-1, 2)
-    pairs = pairs[np.isfinite(pairs).all(1)]
-    if len(pairs) < 3:
-        return math.nan
-    a, b = _centered_ranks(pairs[:, 0]), _centered_ranks(pairs[:, 1])
-    norm = math.sqrt((a @ a) * (b @ b))
-    return float(a @ b) / norm if norm > 0 else math.nan
-
-
-def _centered_ranks(values: Floats) -> Floats:
-    """Return ranks minus their mean; the ranks are multiples of ½, so that sums of products are exact."""
-    _, group, sizes = np.unique(values, return_inverse=True, return_counts=True)
-    return (sizes.cumsum() - (sizes + 1) / 2)[group] - (len(values) - 1) / 2

@@ -7,7 +7,7 @@ from operator import attrgetter
 from rankwise._internals.records import Address, format_number, grouped
 from rankwise.auditing.records import Finding, HeadRecord, Provenance, Remedy, StateRecord
 from rankwise.auditing.remedies import EXACTLY, removal_remedy
-from rankwise.importance.records import HeadImportance, ImportanceRecord, RemovableSet, agreement
+from rankwise.importance.records import HeadImportance, ImportanceRecord, RemovableSet
 
 CAUTION = "sort heads and can fall far short of large costs"
 HEAD_CAUTION = f"estimates of second order {CAUTION}"
@@ -166,12 +166,10 @@ def _change(importance: ImportanceRecord, cost: float) -> str:
 def estimate_words(
     heads: Sequence[HeadImportance | None], blocks: Sequence[HeadImportance | None]
 ) -> list[tuple[str, str]]:
-    """Return pairs (title, text) on estimated costs: their agreement with exact costs, or a caution."""
+    """Return pairs (title, caution) for heads and blocks whose costs are estimated."""
     words = []
     for name, importances, caution in (("heads", heads, HEAD_CAUTION), ("blocks", blocks, BLOCK_CAUTION)):
         methods = [cost.method for cost in importances if cost is not None and math.isfinite(cost.cost)]
-        if (compared := agreement(importances)) is not None:
-            words.append((f"Estimated against exact, {name}", str(compared)))
-        elif "estimated" in methods:
+        if "estimated" in methods:
             words.append((f"Estimated costs of {name}", caution))
     return words

@@ -18,8 +18,7 @@ LINEAR = "queries, keys and values come from nn.Linear layers"
 COMMANDS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
         (
-            "--text", "--dataset", "--tokens", "--batch-size", "--device", "--dtype", "--revision",
-            "--trust-remote-code",
+            "--text", "--dataset", "--tokens", "--batch-size", "--device", "--dtype", "--trust-remote-code",
         ),
         ("compress", "skip"),
     ),

@@ -1,5 +1,6 @@
 """Command `rankwise audit`: audit one model, several models, or shards of the data of a model."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -98,7 +99,6 @@ def command(
         Path | None, typer.Option(help="Folder for weights that the device map puts on the disk.")
     ] = None,
     dtype: options.Dtype = "auto",
-    revision: options.Revision = None,
     tokenizer: Annotated[
         str | None, typer.Option(help="Folder or name of a tokenizer, for models without one.")
     ] = None,
@@ -140,7 +140,7 @@ def command(
         text = text or demo_text()
     costs = parse_importance(importance, is_demo, importance_tolerance, importance_loss, only_loss=loss)
     job = AuditJob(
-        model=str(demo_model()) if is_demo else "", revision=revision, text=text, images=images,
+        model=str(demo_model()) if is_demo else "", text=text, images=images,
         dataset=dataset, tokens=tokens, sequences=sequences, batch_size=batch_size, shards=shards,
         delta=delta, rank_method=settings.rank_method,
         attention_maps="all" if is_demo and attention_maps is None else attention_maps, importance=costs,
@@ -161,7 +161,7 @@ def command(
     error: Exception | None
     if not is_many:
         with output.new_folder(out):
-            one_job = job.for_model(models[0]) if models else job
+            one_job = replace(job, model=models[0]) if models else job
             audit, error = audit_one(one_job, out, output.command_line(), verbose=verbose)
         output.exit_if_found([audit], codes, error)
         return

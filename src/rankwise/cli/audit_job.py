@@ -30,7 +30,6 @@ class AuditJob:
     """Model, data and settings of one audit: all that decides its numbers and enters its command."""
 
     model: str
-    revision: str | None = None
     text: Path | None = None
     images: Path | None = None
     dataset: str | None = None
@@ -79,7 +78,7 @@ class AuditJob:
     @property
     def loading(self) -> dict[str, Any]:
         """Options of `load_model` that can be checked before the model is loaded."""
-        names = ("revision", "dtype", "device", "device_map", "offload_folder")
+        names = ("dtype", "device", "device_map", "offload_folder")
         return {name: getattr(self, name) for name in names}
 
     @property
@@ -104,16 +103,6 @@ class AuditJob:
         if self.shards is None or "/" in self.shards:
             return [self]
         return [replace(self, shards=f"{number + 1}/{self.shards}") for number in range(int(self.shards))]
-
-    def for_model(self, model: str) -> "AuditJob":
-        """Return this job for another model: name, folder, ``module.py:factory`` or ``NAME@REVISION``.
-
-        An existing path is a folder, even if the path contains an @.
-        """
-        name, _, revision = model.rpartition("@")
-        if not name or split_factory(model)[0] or Path(model).exists():
-            return replace(self, model=model)
-        return replace(self, model=name, revision=revision)
 
     def file_digests(self) -> dict[str, str]:
         """Return digests of the local files that the job reads, by option; models on the Hub have no digest.

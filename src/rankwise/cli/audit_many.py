@@ -13,7 +13,7 @@ import typer
 from rankwise._internals.files import folder_name
 from rankwise.auditing import Audit, AuditError, History, sort_by_step
 from rankwise.cli.audit_job import AuditJob, Say, merge_shards, run_job
-from rankwise.cli.load_model import split_factory
+from rankwise.cli.load_model import split_factory, split_revision
 from rankwise.cli.output import new_folder, print_results, write_report
 from rankwise.errors import INTERRUPTED, InputError, RankwiseError, RecordError, first_line, need_package
 from rankwise.report import write_page
@@ -36,8 +36,7 @@ def jobs_of(job: AuditJob, models: Sequence[str]) -> list[AuditJob]:
         offload_folder=job.offload_folder and job.offload_folder.absolute(),
         tokenizer=job.tokenizer and _absolute(job.tokenizer),
     )
-    jobs = [shared.for_model(model) for model in sort_by_step(models)]
-    return list(dict.fromkeys(replace(named, model=_absolute(named.model)) for named in jobs))
+    return list(dict.fromkeys(replace(shared, model=_absolute(model)) for model in sort_by_step(models)))
 
 
 def _absolute(name: str) -> str:
@@ -65,7 +64,7 @@ def audit_many(
     names = {job: name for job in jobs if resume and (name := _find(job, saved))}
     audits = {job: saved[name] for job, name in names.items()}
     kept, pending = len(audits), [job for job in jobs if job not in audits]
-    models = {job.model for job in pending}
+    models = {split_revision(job.model)[0] for job in pending}
     others = {name for name, audit in saved.items() if audit.provenance.model not in models}
     names |= _new_folders(pending, {*names.values(), *others}, out)
     shards: dict[AuditJob, Audit] = {}
@@ -159,7 +158,7 @@ def _find(job: AuditJob, saved: Mapping[str, Audit]) -> str:
         why = next((reason for reason, holds in reasons.items() if holds), "")
         if not why:
             return folder
-        if about.model == job.model:
+        if about.model == split_revision(job.model)[0]:
             print(f"rankwise: the audit in {folder} is not kept: {why}", file=sys.stderr)
     return ""
 
@@ -169,7 +168,7 @@ def _new_folders(jobs: Sequence[AuditJob], taken: set[str], out: Path) -> dict[A
 
     Raise `InputError` if full names clash too.
     """
-    names = [f"{job.model}@{job.revision}" if job.revision else job.model for job in jobs]
+    names = [job.model for job in jobs]
     lower = {folder.lower() for folder in taken}  # file systems may ignore case
     for tried in ([Path(name).name for name in names], names):
         folders = [folder_name(name) for name in tried]

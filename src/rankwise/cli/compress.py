@@ -38,7 +38,7 @@ second sequence is used for calibration; costs are measured on the others.
 
 def command(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Hugging Face name, folder or factory.")],
+    model: options.Model,
     text: options.Text = None,
     images: options.Images = None,
     dataset: options.Dataset = None,
@@ -73,7 +73,6 @@ def command(
     out: Annotated[Path, typer.Option(help="Folder for the results, new or empty.")] = Path(
         "rankwise-compressed"
     ),
-    revision: options.Revision = None,
     trust_remote_code: options.TrustRemoteCode = False,
 ) -> None:
     """Compress a model; `HELP` describes the command."""
@@ -94,9 +93,7 @@ def command(
         fix = "Compress the model without them, then run `rankwise skip` on the result."
         raise InputError(f"model {model}", expected="a model without λ-skips", got="saved λ-skips", fix=fix)
     with output.new_folder(out):
-        subject = load_model(
-            model, revision=revision, dtype=dtype, device=device, trust_remote_code=trust_remote_code
-        )
+        subject = load_model(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
         sizes: dict[str, Any] = {"tokens": tokens, "sequences": 2 * sequences, "batch_size": 2 * batch_size}
         batches, held_out, notes = _data(subject, sizes, text=text, images=images, dataset=dataset)
         with output.show_progress() as on_step:

@@ -98,7 +98,6 @@ class LoadedModel:
 def load_model(
     spec: str,
     *,
-    revision: str | None = None,
     dtype: str = "auto",
     device: str | None = None,
     device_map: str | None = None,
@@ -106,21 +105,21 @@ def load_model(
     trust_remote_code: bool = False,
     tokenizer: str | None = None,
 ) -> LoadedModel:
-    """Load a model in evaluation mode from a Hugging Face name, a folder or `module.py:factory`.
+    """Load a model in evaluation mode from NAME or NAME@REVISION on the Hub, a folder or `module.py:factory`.
 
     λ-skips that are saved in the folder are applied. A factory takes no arguments. It returns a module, or a
     module and its batches. The default device is the CPU. `device_map` is a name or device that
     transformers knows, or JSON such as `{"module": "device", …}`.
     """
     quiet_libraries()
-    placement = check_loading(spec, revision, dtype, device, device_map, offload_folder)
+    placement = check_loading(spec, dtype, device, device_map, offload_folder)
     path, factory = split_factory(spec)
     if path:
         loaded = _from_factory(Path(path), factory)
         if dtype != "auto":
             loaded.model.to(DTYPES[dtype])
     else:
-        loaded = _from_transformers(spec, revision, dtype, trust_remote_code, placement)
+        loaded = _from_transformers(*split_revision(spec), dtype, trust_remote_code, placement)
     loaded.tokenizer = tokenizer or ""
     loaded.model.eval()
     try:
@@ -141,21 +140,31 @@ def split_factory(spec: str) -> tuple[str, str]:
     return (path, name) if path.endswith(".py") else ("", "")
 
 
+def split_revision(spec: str) -> tuple[str, str]:
+    """Return the name and the revision of NAME@REVISION; an existing path or a factory has no revision.
+
+    Raise `InputError` if NAME is a folder.
+    """
+    name, _, revision = spec.rpartition("@")
+    if not name or split_factory(spec)[0] or Path(spec).exists():
+        return spec, ""
+    if Path(name).exists():
+        fix = "Omit the revision: only models on the Hub have one."
+        got = f"the folder {name}"
+        raise InputError(f"revision {revision}", expected="a model on the Hub", got=got, fix=fix)
+    return name, revision
+
+
 def check_loading(
-    spec: str, revision: str | None, dtype: str, device: str | None, device_map: str | None,
-    offload_folder: Path | None,
-) -> dict[str, Any]:  # fmt: skip
+    spec: str, dtype: str, device: str | None, device_map: str | None, offload_folder: Path | None
+) -> dict[str, Any]:
     """Return the arguments of `from_pretrained` for a device map, or an empty dict without a device map.
 
     Raise `InputError` if an option is wrong.
     """
     check_device(device or "cpu")
     one_of("--dtype", dtype, ["auto", *DTYPES])
-    kind = "factory" if split_factory(spec)[0] else "folder" if Path(spec).exists() else ""
-    if revision and kind:
-        expected, got = "a model on the Hub", f"the {kind} {spec}"
-        fix = "Omit the revision: only models on the Hub have one."
-        raise InputError(f"revision {revision}", expected=expected, got=got, fix=fix)
+    split_revision(spec)
     if device_map is None:
         return {}
     placement: dict[str, Any] = {"device_map": device_map}
@@ -192,7 +201,7 @@ def _from_factory(path: Path, name: str) -> LoadedModel:
 
 
 def _from_transformers(
-    spec: str, revision: str | None, dtype: str, trust_remote_code: bool, placement: dict[str, Any]
+    spec: str, revision: str, dtype: str, trust_remote_code: bool, placement: dict[str, Any]
 ) -> LoadedModel:
     import transformers
 

@@ -11,6 +11,10 @@ from typer.core import TyperCommand
 
 from rankwise.errors import RankwiseError
 
+Model = Annotated[
+    str,
+    typer.Argument(metavar="MODEL", help="Hugging Face NAME or NAME@REVISION, folder, or module.py:factory."),
+]
 Text = Annotated[
     Path | None, typer.Option(help="Read this text file, or a .jsonl(.gz) file with one text per line.")
 ]
@@ -29,7 +33,6 @@ Device = Annotated[
 Dtype = Annotated[
     str, typer.Option(help="Type of weights: float32, float16, bfloat16 or float64; auto: as saved.")
 ]
-Revision = Annotated[str | None, typer.Option(help="Load this branch, tag or commit of a model on the Hub.")]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
 ]

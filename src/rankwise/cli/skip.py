@@ -1,7 +1,7 @@
-"""Command `rankwise skip`: add, fit, save and certify λ-skips."""
+"""Command `rankwise skip`: add, save, certify and try λ-skips."""
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -20,16 +20,15 @@ if TYPE_CHECKING:
 
 HELP = """Add λ-skips to a model: the skip connection around every mixer becomes λ·x.
 
-With --fit-on, only λ is fitted and all other weights are frozen. The folder of --out holds the model with
-its own weights (in the type of --dtype), and skips.json and skips.safetensors, which `rankwise audit` reads.
-Ctrl-C ends the fit and writes the λ of its last finished step.
+The folder of --out holds the model with its own weights (in the type of --dtype), and skips.json and
+skips.safetensors, which `rankwise audit` reads.
 
 --try-steps trains the unchanged model, the model with each λ, and each --alternative, all with the same seed.
 The batches need labels, or the factory's file must define loss(model, batch).
 
 [bold]Examples[/bold]
 
-  rankwise skip gpt2 --fit-on book.txt --steps 100 --out gpt2-skips
+  rankwise skip gpt2 --lambda 2 --text book.txt --out gpt2-skips
   rankwise skip gpt2-skips --text book.txt --certify
   rankwise skip ./my-bert --lambda 2 --sites "bert.encoder.layer.[89]" --text book.txt --out my-bert-2
   rankwise skip model.py:build --try-steps 100 --alternative model.py:build_pre_norm
@@ -39,25 +38,19 @@ CERTIFICATE = ("certificate.json", "certificate.html")
 
 def command(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Hugging Face name, folder or factory.")],
+    model: options.Model,
     init: Annotated[
         float | None,
         typer.Option("--lambda", help="Start from this λ: by default 1 for new λ-skips, else the saved λ."),
     ] = None,
-    fit_on: Annotated[
-        Path | None, typer.Option(help="Fit λ on this text; every fifth sequence is held out for the report.")
-    ] = None,
-    steps: Annotated[int, typer.Option(min=0, help="Fit λ for this number of steps.")] = 50,
-    lr: Annotated[
-        float | None, typer.Option(help="Learning rate: by default 0.02 for λ, 0.0003 for --try-steps.")
-    ] = None,
+    lr: Annotated[float, typer.Option(help="Learning rate for --try-steps.")] = 0.0003,
     try_steps: Annotated[
         int, typer.Option(min=0, help="Train with λ = 2, 4, 8, 16 (or --lambda) for this number of steps.")
     ] = 0,
     alternative: Annotated[
         list[str] | None, typer.Option(help="Train this model as well; can be repeated.")
     ] = None,
-    text: Annotated[Path | None, typer.Option(help="Measure on this text, if λ is not fitted.")] = None,
+    text: options.Text = None,
     dataset: options.Dataset = None,
     sites: Annotated[
         list[str] | None, typer.Option(help="Only the λ of these modules; with wildcards, can be repeated.")
@@ -73,31 +66,23 @@ def command(
     batch_size: options.BatchSize = 4,
     device: options.Device = None,
     dtype: options.Dtype = "auto",
-    revision: options.Revision = None,
     out: Annotated[Path | None, typer.Option(help="Write the model and its λ-skips to this folder.")] = None,
     trust_remote_code: options.TrustRemoteCode = False,
 ) -> None:
-    """Add, fit and certify λ-skips; `HELP` describes the command."""
+    """Add and certify λ-skips, or try several λ; `HELP` describes the command."""
+    from rankwise._internals.batches import drop_unused_labels, to_device
+    from rankwise._internals.forward import device_of
     from rankwise.cli import output
     from rankwise.cli.load_data import check_data, load_data
     from rankwise.cli.load_model import load_model
     from rankwise.report import write_page
     from rankwise.report.skip_report import certificate_document, skip_document
-    from rankwise.skips import (
-        certify_skip,
-        choose_lambda,
-        fit_skips,
-        load_skips,
-        skips_of,
-        spread_by_layer,
-    )
+    from rankwise.skips import certify_skip, choose_lambda, load_skips, skips_of, spread_by_layer
     from rankwise.skips.add import check_lambda
     from rankwise.skips.certify import KEEP_SPREAD
-    from rankwise.skips.fit import RATE, fitting_loss
-    from rankwise.skips.save import fit_notes
+    from rankwise.skips.save import saved_notes
 
-    lr = (0.0003 if try_steps else 0.02) if lr is None else lr
-    in_range("--lr", lr, "(0, inf)", fix=RATE)
+    in_range("--lr", lr, "(0, inf)")
     keep_spread = in_range("--keep-spread", KEEP_SPREAD if keep_spread is None else keep_spread, "(0, 1)")
     other = {"--out": out, "--certify": certify, "--sites": sites, "--alternative": alternative}
     given = [name for name, value in other.items() if value and not (try_steps and name == "--alternative")]
@@ -106,62 +91,42 @@ def command(
         got = " and ".join(["--try-steps", *given] if try_steps else given) or "neither"
         raise InputError("what to do", expected=expected, got=got, fix="Change the options.")
     # a folder that this command wrote for the model may be written again
-    if out is not None and (out.resolve() == Path(model).resolve() or fit_notes(out).get("model") != model):
+    if out is not None and (out.resolve() == Path(model).resolve() or saved_notes(out).get("model") != model):
         check_unused(out, fix="Choose another name.")
     if init is not None:
         check_lambda("--lambda", init)
-    check_data([model], context, text=text, fit_on=fit_on, dataset=dataset)
+    check_data([model], context, text=text, dataset=dataset)
     with nullcontext() if out is None else output.new_folder(out):
-        load = partial(
-            load_model, revision=revision, dtype=dtype, device=device, trust_remote_code=trust_remote_code
-        )
+        load = partial(load_model, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
         loaded = load(model)
         inputs = load_data(
-            loaded, text=fit_on or text, dataset=dataset, tokens=tokens, sequences=sequences,
-            batch_size=1 if fit_on else batch_size,
-        )  # fmt: skip
-        mask = getattr(inputs.tokenizer, "mask_token_id", None) if loaded.source else None
+            loaded, text=text, dataset=dataset, tokens=tokens, sequences=sequences, batch_size=batch_size
+        )
         if try_steps:
+            mask = getattr(inputs.tokenizer, "mask_token_id", None) if loaded.source else None
             how: dict[str, Any] = {"steps": try_steps, "lr": lr, "loss": loaded.loss, "mask_token": mask}
             _try(load, [model, *(alternative or ())], inputs, init, **how)
             return
-        learning, held = split_batches(inputs, loaded, learn=fit_on is not None, batch_size=batch_size)
-        skips, scales = _add_skips(loaded, init, sites, example=None if loaded.source else held[0])
-        report: dict[str, Any] = {"command": output.command_line(), "data": inputs.data, "model": model}
-        report["collapse"] = [spread_by_layer(loaded.model, held)]
-        notes, complete = [*loaded.notes, *skips.notes], True
-        if fit_on is not None:
-            loss_of = fitting_loss(loaded.model, held, mask)
-            before = loss_of.mean(loaded.model, held)
-            with output.show_progress("fitting λ", steps) as show:
-
-                def update(step: int, loss: float) -> None:
-                    show(f"fitting λ: loss {loss:.3f}", step)
-
-                fit = fit_skips(loaded.model, learning, steps, lr, mask, update)
-            report["scales"], complete = fit.scales, len(fit.losses) == steps
-            try:
-                spread = spread_by_layer(loaded.model, held)
-                report["loss"] = [before, loss_of.mean(loaded.model, held)]
-                report["collapse"].append(spread)
-            except KeyboardInterrupt:  # the fitted λ are written without these numbers
-                complete = False
-            notes += [] if complete else [f"interrupted from the keyboard after {len(fit.losses)} steps"]
-        output.print_results(skip_document(scales | report.get("scales", {}), report, notes))
+        device_used = device_of(loaded.model)
+        batches = [
+            to_device(drop_unused_labels(loaded.model, batch)[0], device_used) for batch in inputs.batches
+        ]
+        skips, scales = _add_skips(loaded, init, sites, example=None if loaded.source else batches[0])
+        states = spread_by_layer(loaded.model, batches)
+        output.print_results(skip_document(scales, states, inputs.data, [*loaded.notes, *skips.notes]))
+        made = {"command": output.command_line(), "data": inputs.data, "model": model}
         if out is not None:
-            output.print_results(None, [("wrote", path) for path in _write(loaded, inputs, out, report)])
+            output.print_results(None, [("wrote", path) for path in _write(loaded, inputs, out, made)])
         if out is not None and not loaded.source:  # say how to load λ-skips without a saved model
             code = f"import rankwise as rw; rw.skips.load_skips(model, {str(out)!r}, example=batch)"
             line = f"{code}   # model and batch as {model} makes them"
             output.print_results(None, [("load", line)])
-    if not complete:
-        raise typer.Exit(INTERRUPTED)
     if not certify:
         return
     if out is not None and not skips_of(loaded.model):  # saving the model removed its λ-skips
         load_skips(loaded.model, out)
-    certificate = certify_skip(loaded.model, held[0], keep_spread)
-    choices = [choose_lambda(loaded.model, held[0], stack) for stack in report["collapse"][0]]
+    certificate = certify_skip(loaded.model, batches[0], keep_spread)
+    choices = [choose_lambda(loaded.model, batches[0], stack) for stack in states]
     document = certificate_document(certificate, choices)
     output.print_results(document)
     if out is not None:
@@ -192,47 +157,13 @@ def _try(
         raise typer.Exit(INTERRUPTED)
 
 
-def split_batches(
-    inputs: "LoadedData", loaded: "LoadedModel", learn: bool, batch_size: int
-) -> tuple[list[Any], list[Any]]:
-    """Return batches to learn from and batches to measure on.
-
-    If `learn`, every fifth sequence is for measuring. Otherwise all are, and the first list is empty.
-    """
-    import torch
-
-    from rankwise._internals.batches import drop_unused_labels, to_device
-
-    device = next(loaded.model.parameters()).device
-    batches = [to_device(drop_unused_labels(loaded.model, batch)[0], device) for batch in inputs.batches]
-    if not learn:
-        return [], batches
-    if not all(isinstance(batch, Mapping) for batch in batches):
-        expected, got = "a model that takes its inputs by name, as in transformers", "one that takes a tensor"
-        fix = "Train λ in your own loop: `rw.skips.skip_parameter_groups(model)` are its parameters."
-        raise InputError(f"model {loaded.name}", expected=expected, got=got, fix=fix)
-    if len(batches) < 2:
-        expected = "two sequences or more: one to learn from, one to measure on"
-        fix = "Pass a longer text, or fewer --tokens."
-        raise InputError("--fit-on", expected=expected, got=f"{len(batches)}", fix=fix)
-    held = batches[::5]
-    rest = [batch for i, batch in enumerate(batches) if i % 5]
-    if len({batch["input_ids"].shape for batch in rest}) > 1:  # unequal sequences cannot be joined
-        return rest, held
-    joined = [
-        {name: torch.cat([sequence[name] for sequence in rest[i : i + batch_size]]) for name in rest[0]}
-        for i in range(0, len(rest), batch_size)
-    ]
-    return joined, held
-
-
 def _add_skips(
     loaded: "LoadedModel", init: float | None, sites: list[str] | None, example: Any
 ) -> tuple["Skips", dict[str, list[float]]]:
     """Return the λ-skips of the model, and λ of each site before and after it is set to `init`.
 
-    Only λ-skips at `sites` (by default all) are set and receive gradients. A λ per channel is averaged over
-    channels. At a site without a λ-skip, λ was 1.
+    Only λ-skips at `sites` (by default all) are set. A λ per channel is averaged over channels. At a site
+    without a λ-skip, λ was 1.
     """
     from rankwise.skips import add_lambda_skip, skips_of
     from rankwise.skips.add import match_places
@@ -243,22 +174,21 @@ def _add_skips(
         skips = add_lambda_skip(loaded.model, per=per, sites=sites, example=example, exist_ok=bool(skips))  # type: ignore[arg-type]
     scales = {name: [float(value.detach().mean())] * 2 for name, value in skips.items()}
     chosen = {place.name for place in match_places(list(skips.places.values()), sites)}
-    for name, parameter in skips.items():
-        parameter.requires_grad_(name in chosen)
-        if init is not None and name in chosen:
-            parameter.data.fill_(init)
+    if init is not None:
+        for name in chosen:
+            skips[name].data.fill_(init)
             scales[name][1] = init
     return skips, scales
 
 
-def _write(loaded: "LoadedModel", inputs: "LoadedData", out: Path, report: dict[str, Any]) -> list[Path]:
+def _write(loaded: "LoadedModel", inputs: "LoadedData", out: Path, made: dict[str, Any]) -> list[Path]:
     """Write the λ-skips, remove them from the model, write the model, and return the written paths."""
     from rankwise._internals.files import write_files
     from rankwise.compression.save import RECORD, structure_of
     from rankwise.skips import remove_lambda_skip, save_skips
 
     def write(new: Path) -> None:
-        save_skips(loaded.model, new, fitted=report)
+        save_skips(loaded.model, new, made=made)
         if loaded.source:
             remove_lambda_skip(loaded.model)
             model: Any = loaded.model

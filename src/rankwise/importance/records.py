@@ -1,15 +1,12 @@
 """Records of importance, as audits save and merge them. This module does not import torch."""
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
-from statistics import median
 from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field
 
-from rankwise._internals.records import Address, Count, Number, Record, format_number
-from rankwise._internals.statistics import spearman
+from rankwise._internals.records import Address, Count, Number, Record
 from rankwise.errors import RecordError
 
 SETTINGS = ("loss", "unit", "reference_name", "probes", "seed")
@@ -169,44 +166,3 @@ class Importance:
                 "notes": [*dict.fromkeys(notes), *([NOT_SEARCHED] if self.heads else [])],
             }
         )
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """Comparison of estimated with exact costs of removal."""
-
-    count: int
-    spearman: float
-    median: float
-    """Median of estimate/exact, over exact costs above 0."""
-    costliest: float
-    """Ratio estimate/exact of the head with the largest exact cost."""
-
-    def __str__(self) -> str:
-        return (
-            f"Spearman {format_number(self.spearman, 2)}; estimate over exact "
-            f"{format_number(self.median, 2)} at the median, "
-            f"{format_number(self.costliest, 2)} at the costliest"
-        )
-
-
-def agreement(importances: Iterable[HeadImportance | None]) -> Agreement | None:
-    """Return how estimated costs agree with exact costs. Return None if fewer than three have both costs.
-
-    Examples:
-        >>> both = [(1.0, 1.0), (2.0, 4.0), (3.0, 12.0)]
-        >>> str(agreement(HeadImportance(estimate=estimate, exact=exact) for estimate, exact in both))
-        'Spearman 1.00; estimate over exact 0.50 at the median, 0.25 at the costliest'
-    """
-    pairs = [(head.estimate, head.exact) for head in importances if head is not None]
-    pairs = [pair for pair in pairs if all(map(math.isfinite, pair))]
-    if len(pairs) < 3:
-        return None
-    ratios = [estimate / exact for estimate, exact in pairs if exact > 0]
-    estimate, exact = max(pairs, key=lambda pair: pair[1])
-    return Agreement(
-        count=len(pairs),
-        spearman=spearman([estimate for estimate, _ in pairs], [exact for _, exact in pairs]),
-        median=median(ratios) if ratios else math.nan,
-        costliest=estimate / exact if exact > 0 else math.nan,
-    )

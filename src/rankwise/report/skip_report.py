@@ -3,12 +3,11 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
-from typing import Any
 
 from rankwise._internals.records import format_number
 from rankwise.auditing.records import Verdict
 from rankwise.report.document import Document, Section, Table, nonempty
-from rankwise.skips.records import LambdaChoice, SkipCertificate, StackCertificate, lambda_words
+from rankwise.skips.records import LambdaChoice, SkipCertificate, lambda_words
 
 ABOUT = "Bounds are about single layers, trials about a stack, so that they differ; nothing was trained."
 
@@ -21,19 +20,15 @@ UNCLEAR = (
 
 
 def skip_document(
-    scales: Mapping[str, Sequence[float]], report: Mapping[str, Any], notes: Sequence[str] = ()
-) -> Document:
-    """Return the report on λ-skips before and after a fit: λ per site, token spread by layer, and loss."""
+    scales: Mapping[str, Sequence[float]], states: Mapping[str, Sequence[float]], data: str = "",
+    notes: Sequence[str] = (),
+) -> Document:  # fmt: skip
+    """Return the report on added λ-skips: λ per site before and after, and token spread by layer."""
     rows = [[name, f"{before:.3f}", f"{after:.3f}"] for name, (before, after) in scales.items()]
-    states = report["collapse"]
-    times = (", before", ", after") if len(states) > 1 else ("",)
     spread = [
-        [f"{stack or 'model'}{when}", " ".join(format_number(number, 2) for number in stacks[stack])]
-        for stack in states[0]
-        for when, stacks in zip(times, states, strict=True)
+        [stack or "model", " ".join(format_number(number, 2) for number in numbers)]
+        for stack, numbers in states.items()
     ]
-    losses = " → ".join(format_number(loss, 4) for loss in report.get("loss", ()))
-    loss = f"loss, held out: {losses}" if losses else ""
     tables = [
         Table("λ-skips", ["site", "λ before", "λ after"], rows),
         Table("Token spread μ/‖Y‖ by layer", ["stack", "input, and after each layer"], spread),
@@ -41,8 +36,8 @@ def skip_document(
     return Document(
         command="Rankwise skip",
         heading="λ-skips",
-        setting=report.get("data", ""),
-        verdict=Verdict(sentence=loss or f"λ-skips at {len(rows)} sites."),
+        setting=data,
+        verdict=Verdict(sentence=f"λ-skips at {len(rows)} sites."),
         sections=[Section("skips", "λ-skips", tables=tables)],
         notes=notes,
     )
@@ -70,7 +65,7 @@ def trial_document(runs: Mapping[str, Sequence[float]], setting: str, steps: int
 
 
 def certificate_document(certificate: SkipCertificate, choices: Sequence[LambdaChoice] = ()) -> Document:
-    """Return the report on a certificate, with the |λ| that is proved, and the choices for its stacks."""
+    """Return the report on a certificate, with the |λ| proved, and the choices of λ for stacks."""
     share = f"{certificate.keep_spread:.2f}"
     rows = [
         [
@@ -89,12 +84,15 @@ def certificate_document(certificate: SkipCertificate, choices: Sequence[LambdaC
          choice.advice or "tried: an audit of this batch finds no COLLAPSE"]
         for choice in choices
     ]  # fmt: skip
-    uses += [
-        [stack.stack or "model", lambda_words(stack.min_lambda_proved),
-         f"proved for this batch: each layer keeps {share} of μ (certify again if λ changes)"]
-        for stack in certificate.stacks
-        if stack.min_lambda_proved is not None
-    ]  # fmt: skip
+    least = [layer.min_lambda_proved for layer in certificate.layers]
+    if proved := [number for number in least if number is not None]:
+        use = f"proved for this batch: each layer keeps {share} of μ (certify again if λ changes)"
+        uses += [["all layers", lambda_words(max(proved)), use]] if len(proved) == len(least) else []
+    kept = [layer.absolute_spread_ratio for layer in certificate.layers]
+    known = [ratio for ratio in kept if ratio is not None]
+    sentence = f"Each layer keeps {min(known):.2f} of μ or more on this batch." if known else "No λ-skips."
+    if len(known) < len(kept):
+        sentence = f"The norm behind {len(kept) - len(known)} of {len(kept)} λ-skips is unknown."
     layers = Table(
         "Layers",
         ["site", "λ", "norm", "kept", "proved", "least |λ|", "mixing"],
@@ -106,20 +104,13 @@ def certificate_document(certificate: SkipCertificate, choices: Sequence[LambdaC
         command="Rankwise skip",
         heading="Certificate of λ-skips",
         setting=f"{certificate.sequences} sequences · keeps {share} of μ",
-        verdict=Verdict(sentence=" ".join(map(_sentence, certificate.stacks)) or "No λ-skips."),
+        verdict=Verdict(sentence=sentence),
         sections=nonempty(
             Section("uses", "Larger λ", tables=[Table("Larger λ", ["stack", "λ", "use"], uses, note=ABOUT)]),
             Section("layers", "Layers", tables=[layers]),
         ),
         notes=certificate.notes,
     )
-
-
-def _sentence(stack: StackCertificate) -> str:
-    name = stack.stack or "model"
-    if stack.spread_ratio is None:
-        return f"{name}: nothing to keep, its tokens are all equal where it starts."
-    return f"{name}: keeps {stack.spread_ratio:.2f} of the token spread on this batch."
 
 
 def _cell(number: float | None, words: Callable[[float], str] = "{:.3g}".format) -> str:

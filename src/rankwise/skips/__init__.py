@@ -1,4 +1,4 @@
-"""Add, remove, certify, fit, save and recommend λ-skips: skip connections λ·x + f(x) in a model."""
+"""Add, remove, certify, save, try and recommend λ-skips: skip connections λ·x + f(x) in a model."""
 
 from typing import TYPE_CHECKING
 
@@ -8,18 +8,17 @@ if TYPE_CHECKING:
     from rankwise.errors import SkipError
     from rankwise.skips.add import Skips, add_lambda_skip, remove_lambda_skip, skips_of
     from rankwise.skips.certify import certify_skip
-    from rankwise.skips.fit import SkipFit, fit_skips, skip_parameter_groups, try_lambdas
     from rankwise.skips.hook_places import SkipPlace
     from rankwise.skips.lambda_skip import LambdaSkip
     from rankwise.skips.recommendation import choose_lambda, recommend, spread_by_layer
-    from rankwise.skips.records import LambdaChoice, LayerCertificate, SkipCertificate, StackCertificate
+    from rankwise.skips.records import LambdaChoice, LayerCertificate, SkipCertificate
     from rankwise.skips.save import load_skips, save_skips
+    from rankwise.skips.trial import try_lambdas
 
 __all__ = [
-    "LambdaChoice", "LambdaSkip", "LayerCertificate", "SkipCertificate", "SkipError", "SkipFit", "SkipPlace",
-    "Skips", "StackCertificate", "add_lambda_skip", "certify_skip", "choose_lambda", "fit_skips",
-    "load_skips", "recommend", "remove_lambda_skip", "save_skips", "skip_parameter_groups", "skips_of",
-    "spread_by_layer", "try_lambdas",
+    "LambdaChoice", "LambdaSkip", "LayerCertificate", "SkipCertificate", "SkipError", "SkipPlace", "Skips",
+    "add_lambda_skip", "certify_skip", "choose_lambda", "load_skips", "recommend",
+    "remove_lambda_skip", "save_skips", "skips_of", "spread_by_layer", "try_lambdas",
 ]  # fmt: skip
 
 __getattr__, __dir__ = lazy_names(__name__)

@@ -4,8 +4,7 @@ In this file Y are the states x of a sequence, and B is the branch f(Y).
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -13,17 +12,15 @@ from torch import Tensor, nn
 from rankwise._internals.batches import Batch, check_batch, tensors_of
 from rankwise._internals.records import grouped
 from rankwise._internals.threads import exclusive
-from rankwise.errors import CaptureError, SkipError
-from rankwise.measures import absolute_spread, spread
+from rankwise.errors import SkipError
+from rankwise.measures import absolute_spread
 from rankwise.skips.add import check_finite, check_traceable, check_values
 from rankwise.skips.hook_places import SkipPlace
 from rankwise.skips.observe import ObservedSkip, lambdas_of, observe, places_in
-from rankwise.skips.records import LayerCertificate, SkipCertificate, StackCertificate
+from rankwise.skips.records import LayerCertificate, SkipCertificate
 from rankwise.theory import min_lambda_for_spread, skip_bound
 from rankwise.theory.skip_bounds import Norm as NormKind
 from rankwise.theory.skip_bounds import check_keep_spread
-from rankwise.tracing import capture
-from rankwise.tracing.module_calls import holds
 
 KEEP_SPREAD = math.sqrt(0.5)
 """Share of μ that each layer should keep by default: half of μ², the energy in which tokens differ."""
@@ -72,7 +69,7 @@ def certify_skip(model: nn.Module, batch: Batch, keep_spread: float = KEEP_SPREA
         return certify_places(model, batch, places, keep_spread)
     reason = f"none within reach of a module ({', '.join(missed[:3])})" if missed else "none"
     note = f"residual connections around mixers: {reason}; a block must compute x + f(x) on several tokens"
-    return SkipCertificate(keep_spread=keep_spread, sequences=0, layers=[], stacks=[], notes=[note])
+    return SkipCertificate(keep_spread=keep_spread, sequences=0, layers=[], notes=[note])
 
 
 def certify_places(
@@ -81,27 +78,22 @@ def certify_places(
     """Return the certificate for chosen places (λ-skips or plain residual connections) of a model."""
     check_tokens(batch)
     lambdas = lambdas_of(model, places)
-    check_values(lambdas, "", "Set it, or fit it again with a lower learning rate.")
-    # `capture` raises at the end if it found no mixer, but the certificate needs no mixer.
-    with suppress(CaptureError), capture(model, on_mixer=lambda _: None) as trace:
-        skips = observe(model, batch, places, lambdas)
+    check_values(lambdas, "", "Set it, or train it again with a lower learning rate.")
+    skips = observe(model, batch, places, lambdas)
     _check_several(any(bool((skip.mask.sum(-1) > 1).any()) for skip in skips))
     fix = "Look for it in the weights or the batch; in float16, try bfloat16 or float32."
     for skip in skips:
         for name, states in (("residual", skip.x), ("output of the mixer", skip.branch)):
             check_finite(f"states at {skip.place.name!r}", states[skip.mask], fix, f" in the {name}")
     layers = [_certify_layer(skip, lambdas[skip.place.name], keep_spread) for skip in skips]
-    stacks = _certify_stacks(skips, layers, {state.name: state.stack for state in trace.states})
-    notes = _notes(layers, stacks, skips)
+    notes = _notes(layers, skips)
     for name, tensor in tensors_of(batch).items():
         # padding masks of torch's own layers are not read, because their names and signs vary
         if name.endswith("key_padding_mask") and bool(tensor.any()):
             advice = "give sequences of one length without padding"
             notes.append(f"`{name}` of the batch marks padding, and that was counted as tokens: {advice}")
     sequences = max(skip.x.shape[0] for skip in skips)
-    return SkipCertificate(
-        keep_spread=keep_spread, sequences=sequences, layers=layers, stacks=stacks, notes=notes
-    )
+    return SkipCertificate(keep_spread=keep_spread, sequences=sequences, layers=layers, notes=notes)
 
 
 def check_tokens(batch: Batch) -> None:
@@ -180,52 +172,8 @@ def _least_lambdas(
     return {name: float(values[mask.sum(-1) > 1].max()) for name, values in least.items()}
 
 
-def _certify_stacks(
-    skips: Sequence[ObservedSkip], layers: Sequence[LayerCertificate], blocks: Mapping[str, str]
-) -> list[StackCertificate]:
-    """Return one certificate per stack. `blocks` maps block names to stacks.
-
-    A site outside of all blocks counts as a stack of its own.
-    """
-
-    def stack_of(site: str) -> str:
-        around = [block for block in blocks if holds(block, site)]
-        return blocks[max(around, key=len)] if around else site
-
-    certificates = []
-    pairs = grouped(zip(skips, layers, strict=True), lambda pair: stack_of(pair[1].site))
-    for stack, inside in pairs.items():
-        first, last = inside[0][0], inside[-1][0]
-        start = spread(first.x, first.mask).nan_to_num(0.0)
-        end = spread(last.total, last.mask).nan_to_num(0.0)
-        several = first.mask.sum(-1) > 1
-        # tokens that are equal (up to rounding) at the start of the stack have no spread to keep
-        apart = several & (start > torch.finfo(first.x.dtype).eps)
-        numbers: dict[str, float | None] = {}
-        if bool(apart.any()):
-            numbers["spread_ratio"] = float((end / start)[apart].mean())
-        if bool(apart.any()) and last.norm.kind != "unknown":
-            after = absolute_spread(last.norm.of(last.total.double()), last.mask).nan_to_num(0.0)
-            ratio = after / absolute_spread(first.x, first.mask)
-            numbers["absolute_spread_ratio"] = float(ratio[apart].mean())
-        least = [layer.min_lambda_proved for _, layer in inside]
-        proved = [number for number in least if number is not None]
-        if len(proved) == len(least):
-            numbers["min_lambda_proved"] = max(proved)
-        left_out = int((several & ~apart).sum())
-        certificates.append(StackCertificate(stack=stack, layers=len(inside), left_out=left_out, **numbers))
-    return certificates
-
-
-def _notes(
-    layers: Sequence[LayerCertificate], stacks: Sequence[StackCertificate], skips: Sequence[ObservedSkip]
-) -> list[str]:
-    effect = "there is nothing to keep, and they are left out of the shares of the stack"
-    notes = [
-        f"sequences of equal tokens at the start of {stack.stack or 'the model'}: {stack.left_out}; {effect}"
-        for stack in stacks
-        if stack.left_out
-    ]
+def _notes(layers: Sequence[LayerCertificate], skips: Sequence[ObservedSkip]) -> list[str]:
+    notes = []
     reasons = {skip.place.name: skip.norm.reason for skip in skips if skip.norm.kind == "unknown"}
     for reason, sites in grouped(reasons, lambda site: reasons[site]).items():
         more = f" and {len(sites) - 1} more" if sites[1:] else ""

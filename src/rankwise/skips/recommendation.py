@@ -30,7 +30,6 @@ from rankwise.auditing.statistics import ModelStatistics
 from rankwise.errors import InputError, instance_of, one_of
 from rankwise.skips.add import check_traceable, skips_of
 from rankwise.skips.certify import KEEP_SPREAD, certify_places, check_tokens
-from rankwise.skips.fit import LossOfModel, fitting_loss
 from rankwise.skips.hook_places import SkipPlace, check_module, find_places, skip_places
 from rankwise.skips.lambda_skip import own_skips
 from rankwise.skips.observe import (
@@ -45,6 +44,7 @@ from rankwise.skips.observe import (
 )
 from rankwise.skips.records import LambdaChoice, lambda_words
 from rankwise.skips.residual_sums import probe_mode
+from rankwise.skips.trial import LossOfModel, fitting_loss
 from rankwise.tracing import CapturedState, capture
 
 AuditT = TypeVar("AuditT", bound=Audit)

@@ -44,31 +44,15 @@ class LayerCertificate(_Numbers):
     """Mean over sequences of ‖f(x)‖/‖λx + f(x)‖. Near 0, the mixer no longer matters."""
 
 
-class StackCertificate(_Numbers):
-    """Certificate of a stack of layers, from the input of its first λ-skip to the sum of its last λ-skip."""
-
-    stack: str
-    layers: int
-    spread_ratio: float | None = None
-    """Mean over sequences of μ/‖Y‖ at the end over μ/‖Y‖ at the start. None if all are left out."""
-    absolute_spread_ratio: float | None = None
-    """Like ``spread_ratio``, but for μ. Without a norm, a large λ increases this ratio: states get longer."""
-    left_out: int
-    """Number of sequences left out because their tokens are equal at the start of the stack."""
-    min_lambda_proved: float | None = None
-    """Largest ``min_lambda_proved`` of the layers. It is proved for each layer, not for the whole stack."""
-
-
 class SkipCertificate(SavedRecord, _Numbers):
-    """Absolute token spread μ that λ-skips keep on one batch, measured and proved, by layer and by stack."""
+    """Absolute token spread μ that λ-skips keep in each layer on one batch, measured and proved."""
 
     format: Literal["rankwise-certificate"] = "rankwise-certificate"
-    schema_version: Literal[4] = 4
+    schema_version: Literal[5] = 5
     keep_spread: float
     """Share of the absolute token spread μ that each layer should keep."""
     sequences: int
     layers: list[LayerCertificate]
-    stacks: list[StackCertificate]
     notes: list[str] = Field(default_factory=list)
 
 

@@ -20,26 +20,24 @@ from rankwise.skips.hook_places import PARAMETER, skip_places
 from rankwise.tracing.model_checks import is_distributed
 
 NUMBERS, FACTS = "skips.safetensors", "skips.json"
-LOWER = "Fit them again with a lower learning rate."
+LOWER = "Train them again with a lower learning rate."
 OWN_MODEL = "Load them into the model they were saved from, or one of its configuration."
 
 
 class SkipFacts(BaseModel, extra="forbid"):
     """Description of the model to which saved λ-skips belong."""
 
-    format: Literal[3] = 3
+    format: Literal[4] = 4
     sites: list[str]
     parameters: str
     """Digest of the names and shapes of all parameters except λ."""
     frozen: list[str] = []
     """Sites whose λ receives no gradients."""
-    fitted: dict[str, Any] = {}
+    made: dict[str, Any] = {}
     """Notes on how λ was found. `rankwise skip` replaces a folder only if the notes name the same model."""
 
 
-def save_skips(
-    model: nn.Module, folder: str | Path, fitted: dict[str, Any] | None = None
-) -> tuple[Path, Path]:
+def save_skips(model: nn.Module, folder: str | Path, made: dict[str, Any] | None = None) -> tuple[Path, Path]:
     """Write λ-skips into a folder, as ``skips.safetensors`` and ``skips.json``. Return the paths of both.
 
     If FSDP2 shards the model, call this in every process, because λ is gathered from all of them.
@@ -47,7 +45,7 @@ def save_skips(
     Args:
         model: model with λ-skips, or a wrapper of it such as DDP; the files are for the model itself.
         folder: folder to write; it is created if it is missing.
-        fitted: notes on how λ was found.
+        made: notes on how λ was found.
 
     Raises:
         SkipError: if the model has no λ-skips, or a λ is not finite, or modules were replaced or renamed.
@@ -77,7 +75,7 @@ def save_skips(
         numbers[name] = whole.cpu().clone().contiguous()
     check_values(numbers, f" in {type(model).__name__}", LOWER)
     facts = SkipFacts(
-        sites=list(sites), parameters=_digest(model), fitted=fitted or {},
+        sites=list(sites), parameters=_digest(model), made=made or {},
         frozen=[name for name, site in sites.items() if not skips[site].requires_grad],
     )  # fmt: skip
     described = write_file(folder / FACTS, facts.model_dump_json(indent=1), "skips")
@@ -140,10 +138,10 @@ def load_skips(
     return skips
 
 
-def fit_notes(folder: Path) -> dict[str, Any]:
+def saved_notes(folder: Path) -> dict[str, Any]:
     """Return the notes on how the λ in a folder was found. Return {} without readable λ-skips."""
     with suppress(OSError, ValueError):
-        return SkipFacts.model_validate_json((folder / FACTS).read_text("utf-8")).fitted
+        return SkipFacts.model_validate_json((folder / FACTS).read_text("utf-8")).made
     return {}
 
 
