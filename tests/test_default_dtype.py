@@ -113,6 +113,9 @@ USES: dict[str, Callable[[], Any]] = {
         rw.theory.skip_bound(STATES, BRANCH, 2.0, MASK, norm) for norm in ("none", "layer", "rms")
     ],
     "min_lambda_for_spread": lambda: rw.theory.min_lambda_for_spread(STATES, BRANCH, 0.1, MASK),
+    "min_lambda_paper": lambda: rw.theory.min_lambda_paper(
+        STATES, draw(2, 12, 12).softmax(-1), draw(2, 8, 8), 0.1
+    ),
     "half_lives": lambda: rw.ops.half_lives(4),
     "tssa": lambda: [
         rw.ops.tssa(draw(2, 12, 3, 4), draw(3).exp(), causal, mask=MASK, half_life=half_life).output

@@ -28,7 +28,7 @@ from rankwise.cli.load_data import load_text
 from rankwise.cli.load_model import demo_model, demo_text
 from rankwise.skips.hook_places import find_places
 from rankwise.skips.observe import observe
-from rankwise.theory import min_lambda_for_spread, skip_bound
+from rankwise.theory import min_lambda_for_spread, min_lambda_paper, skip_bound
 
 SHAPES = ((2, 2), (3, 8), (8, 3), (12, 16))
 STARTS = ("random", "alike", "against", "towards")
@@ -161,6 +161,13 @@ def search_theorem(recipe: Recipe, centre: bool, eps: float) -> dict[str, Any]:
         strength = ((product * q).square() + eps).sqrt() / lengths.amin(-1)
         before = mu(u).square()
         a = (1 - 2 * tokens * width * strength / before) / (strength + 1).square()
+        for i in (
+            (a.detach() > 1e-6).nonzero()[:1].flatten().tolist()
+        ):  # there, λ = 1 is the least of the package
+            matrices = [x[i].detach() for x in (y, product[:, None, None] * m, c)]
+            norm: Any = "layer" if centre else "rms"
+            least = min_lambda_paper(*matrices, keep_spread=a[i].sqrt().item(), norm=norm, eps=eps)
+            assert math.isclose(least.item(), 1, rel_tol=1e-6)
         found = mu(normed(product[:, None, None] * m @ y @ c + y, centre, eps)).square()
         found = (a * before - found) / before
         return found, found, a > 0

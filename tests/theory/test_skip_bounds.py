@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from rankwise._internals.linalg import mean_distance as mu
 from rankwise.measures import absolute_spread, spread
-from rankwise.theory import min_lambda_for_spread, skip_bound
+from rankwise.theory import min_lambda_for_spread, min_lambda_paper, skip_bound
 
 SLACK = 1e-9
 """Relative: sums of T·D float64 terms lose less than T·D·1e-16 < 1e-12; a hundredfold and more beside it."""
@@ -46,6 +46,7 @@ def sums(draw: st.DrawFn) -> tuple[Tensor, Tensor, float]:
 
 
 norms = pytest.mark.parametrize("norm", ["none", "layer", "rms"])
+true_norms = pytest.mark.parametrize("norm", ["layer", "rms"])
 
 
 @norms
@@ -141,6 +142,8 @@ def test_a_row_of_equal_numbers_has_no_direction_once_it_is_centred() -> None:
     y = (0.1 * torch.arange(1.0, 9.0, dtype=torch.float64))[:, None].expand(8, 7)
     assert skip_bound(y, 0 * y, 1.0, norm="layer") == 0
     assert min_lambda_for_spread(y, 0 * y, 0.5, norm="layer") == math.inf
+    ones = torch.ones(2, 2)  # ∞ · 0 in the bound of the paper
+    assert min_lambda_paper(ones, torch.eye(2), torch.eye(2), 0.5, norm="layer") == math.inf
 
 
 @pytest.mark.parametrize("moved", [True, False])
@@ -232,14 +235,70 @@ def floor(scale: float, strength: float, a: float, tokens: int, width: int) -> f
     return 2 * abs(scale) * tokens * width * strength / room if room > 0 else math.inf
 
 
+def drawn(
+    seed: int, norm: str, shape: tuple[int, int], lengths: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """States whose lengths leave √D by a factor of up to exp(``lengths``), and M and C of norm 1."""
+    tokens, width = shape
+    y = normed(states(seed, tokens, width, 0.2), norm)
+    y = y * (lengths * torch.linspace(-1, 1, tokens, dtype=torch.float64)).exp()[:, None]
+    m, c = states(seed + 1, tokens, tokens, 0.0), states(seed + 2, width, width, 0.0)
+    return y, m / m.norm(), c / c.norm()
+
+
+@given(
+    strength=st.floats(1e-3, 100), keep=st.floats(0.1, 0.97), tokens=st.integers(2, 20),
+    width=st.integers(2, 20), seed=st.integers(0, 99),
+)  # fmt: skip
+@settings(max_examples=20)
+def test_the_smallest_scale_meets_both_hypotheses_exactly(
+    strength: float, keep: float, tokens: int, width: int, seed: int
+) -> None:
+    y, m, c = drawn(seed, "rms", (tokens, width))
+    least = float(min_lambda_paper(y, strength * m, c, keep))
+    assert least > 2 * strength  # whatever the share is
+    assert condition(least, strength, keep**2) > 0
+    assert floor(least, strength, keep**2, tokens, width) == pytest.approx(float(mu(y)) ** 2, rel=1e-6)
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-4])
+@pytest.mark.parametrize("lengths", [0.0, 0.2])
+@true_norms
+@settings(max_examples=20)
+@given(
+    strength=st.sampled_from([1e-12, 0.01, 1.0]), keep=st.sampled_from([0.3, 0.95]), seed=st.integers(0, 99)
+)
+def test_the_theorem_holds_for_states_of_any_length_and_any_eps(
+    norm: str, lengths: float, eps: float, strength: float, keep: float, seed: int
+) -> None:
+    y, m, c = drawn(seed, norm, (5, 6), lengths)
+    least = float(min_lambda_paper(y, strength * m, c, keep, norm=norm, eps=eps))
+    before = mu(normed(y, norm))
+    for factor in (1.0001, -1.5):
+        assert mu(normed(factor * least * y + strength * m @ y @ c, norm, eps)) >= keep * before
+
+
+def test_eps_requires_a_scale_of_its_own() -> None:
+    """A λ of the order of √ε would shorten all rows, although the mixer adds almost nothing."""
+    y, m, c = drawn(0, "layer", (5, 6))
+    keep = math.sqrt(0.5)
+    assert 0.01 * keep / (1 - keep) <= min_lambda_paper(y, 1e-12 * m, c, keep, norm="layer", eps=1e-4) < 1
+    assert min_lambda_paper(y, 1e-12 * m, c, keep, norm="layer") < 1e-10
+
+
+def test_a_bias_of_the_output_removes_nearly_all_spread() -> None:
+    """The theorem says nothing about a bias: it turns all rows toward itself."""
+    y, m, c = drawn(0, "layer", (5, 6))
+    least = min_lambda_paper(y, 1e-3 * m, c, 0.5, norm="layer")
+    bias = 1e3 * torch.linspace(-1, 1, 6, dtype=torch.float64)
+    assert mu(normed(least * y + 1e-3 * m @ y @ c + bias, "layer")) < 0.01 * mu(y)
+
+
 def test_without_a_norm_the_theorem_does_not_hold() -> None:
     """With λ = 0.1 and a weak mixer, μ falls to a tenth, although both hypotheses hold."""
-    y = normed(states(0, 5, 6, 0.2), "rms")
-    m, c = states(1, 5, 5, 0.0), states(2, 6, 6, 0.0)
-    m, c, strength, a = m / m.norm(), c / c.norm(), 1e-3, 0.25
-    assert condition(0.1, strength, a) > 0
-    assert mu(y) ** 2 >= floor(0.1, strength, a, tokens=5, width=6)
-    assert mu(0.1 * y + strength * m @ y @ c) < 0.11 * mu(y)
+    y, m, c = drawn(0, "rms", (5, 6))
+    assert min_lambda_paper(y, 1e-3 * m, c, 0.5) < 0.1
+    assert mu(0.1 * y + 1e-3 * m @ y @ c) < 0.11 * mu(y)
 
 
 def test_the_condition_on_the_scale_alone_guarantees_nothing() -> None:
@@ -316,6 +375,7 @@ def test_the_paper_s_scale_is_needed_up_to_a_constant(strength: float) -> None:
     m = -strength * torch.tensor([[0.5, -0.5], [-0.5, 0.5]], dtype=torch.float64)
     assert float(m.norm() * c.norm()) == pytest.approx(strength)
     assert condition(1.001 * strength, strength, keep**2) > 0 > condition(0.999 * strength, strength, keep**2)
+    assert min_lambda_paper(y, m, c, keep) > strength
     assert mu(m @ y @ c + strength * y) < 1e-12 * strength
     # without a norm, a half of μ is kept from |λ| = ½ + η on, and no sooner: the bound of the sum
     least = min_lambda_for_spread(y, m @ y @ c, keep)
@@ -331,3 +391,11 @@ def test_they_bound_the_spread_of_the_measures() -> None:
     mask = torch.tensor([[True] * 5, [True] * 3 + [False] * 2, [False] * 2 + [True] * 3])
     rows[1, 4] = torch.nan
     assert torch.equal(skip_bound(rows, 0 * rows, 1.0, mask), absolute_spread(rows, mask))
+
+
+def test_a_state_without_spread_needs_an_infinite_scale() -> None:
+    alike, eye = torch.ones(2, 2, dtype=torch.float64), torch.eye(2, dtype=torch.float64)
+    assert min_lambda_paper(alike, eye, eye, 0.5) == math.inf
+    assert min_lambda_paper(alike, 0 * eye, eye, 0.5) == 0
+    with_a_zero = torch.tensor([[1.0, 0.0], [0.0, 0.0]], dtype=torch.float64)
+    assert min_lambda_paper(with_a_zero, eye, eye, 0.5) == math.inf

@@ -9,6 +9,7 @@ from tests.unchecked import unchecked
 from rankwise.errors import RankwiseError
 from rankwise.theory import (
     min_lambda_for_spread,
+    min_lambda_paper,
     random_head_rank,
     rank_barrier,
     skip_bound,
@@ -103,6 +104,7 @@ def test_bounds_refuse_tensors_that_are_not_rows(rows, mask, match):
 @pytest.mark.parametrize("share", [0.0, 1.0, -0.1, math.nan])
 def test_shares_outside_the_open_interval_are_refused(share):
     for call in (
+        lambda: min_lambda_paper(ROWS, torch.eye(3), torch.eye(2), share),
         lambda: min_lambda_for_spread(ROWS, ROWS, share),
         lambda: min_lambda_for_spread(ROWS, ROWS, share, norm="layer"),
     ):
