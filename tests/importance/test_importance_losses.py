@@ -406,3 +406,23 @@ def test_random_numbers_are_the_same_in_every_pass():
     assert importance.sites[0].exact.max() < noise / 10
     assert f"the loss of batch 1 changes by {noise:.2g} of its squared norm" in note
     assert measure(Noisy(0.0).eval(), [batch], ImportanceSettings(exact=True)).notes == []
+
+
+@pytest.mark.parametrize("labelled", [False, True])
+def test_logits_of_more_positions_than_tokens_are_no_next_tokens(labelled):
+    """Prompt tuning puts learned vectors before the tokens, so the logits of the first tokens come later."""
+
+    class Prompted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = language_model()
+
+        def forward(self, input_ids, labels=None):
+            words = self.inner.get_input_embeddings()(input_ids)
+            return {"logits": self.inner(inputs_embeds=torch.cat([words[:, :2], words], 1)).logits}
+
+    ids = torch.arange(16).view(2, 8)
+    batch = {"input_ids": ids} | ({"labels": ids} if labelled else {})
+    settings = ImportanceSettings(loss="causal", estimates=False)
+    with pytest.raises(rw.RankwiseError, match="logits of the 8 tokens in the batch, got logits of 10"):
+        rw.importance.measure_importance(Prompted().eval(), [batch], settings)

@@ -35,7 +35,10 @@ from capture_zoo import (
 from torch import nn
 from torch.nn import functional as F
 
+import rankwise as rw
 from rankwise.errors import CaptureError
+from rankwise.importance import ImportanceSettings
+from rankwise.measures import effective_rank
 from rankwise.operators import SoftmaxMixing
 from rankwise.tracing import capture
 
@@ -211,6 +214,62 @@ def test_windows_on_a_separate_axis_are_sequences(mix, size, tokens):
         assert site.operator.shape == (BATCH * tokens // size, HEADS, size, size)
         assert site.sequences == BATCH
     assert [state.layer for state in trace.states] == [0, 1, 2, 3]
+
+
+def in_a_loop(sizes, mix=plain):
+    """Return attention that mixes windows of the given sizes one after the other, as in Qwen2-VL."""
+
+    def mix_windows(q, k, v):
+        windows = zip(*(part.split(sizes, 2) for part in (q, k, v)), strict=True)
+        return torch.cat([mix(*window) for window in windows], 2)
+
+    return mix_windows
+
+
+@pytest.mark.parametrize("mix", [plain, fused], ids=["explicit", "fused"])
+@pytest.mark.parametrize("sizes", [(4, 4, 4), (2, 7, 3)], ids=["equal", "unequal"])
+def test_windows_in_a_loop_are_sequences_of_the_same_heads(mix, sizes):
+    model, tokens = stack_of(in_a_loop(sizes, mix)), hidden(tokens=12)
+    sites = seen(model, tokens).mixers
+    assert [site.operator.shape[-1] for site in sites[:3]] == [*sizes]
+    assert len({site.address() for site in sites}) == len(sites) / 3
+    audit = rw.audit(model, [tokens], importance=ImportanceSettings(exact=True, tolerance=None))
+    assert {head.call for head in audit.heads} == {0}
+    assert len(audit.heads) == HEADS * len(sites) / 3
+    for head in audit.heads[:HEADS]:
+        ranks = [effective_rank(site.operator)[:, head.head] for site in sites[:3]]
+        assert head.effective_rank == pytest.approx(float(torch.cat(ranks).mean()), rel=1e-6)
+    with torch.no_grad():
+        whole = model(tokens)
+    attention = model.get_submodule(sites[0].name)
+    removed = [head.importance.exact for head in audit.heads[:HEADS]]
+    assert removed == pytest.approx(costs_by_hand(model, attention, tokens, whole), rel=1e-4)
+
+
+def costs_by_hand(model, attention, tokens, whole):
+    """Return the relative squared change of the output if the channels of one head are zero."""
+    costs, mix = [], attention.mix
+    for head in range(HEADS):
+        kept = (torch.arange(HEADS) != head)[:, None, None]
+        attention.mix = lambda q, k, v, kept=kept: mix(q, k, v) * kept
+        with torch.no_grad():
+            change = (model(tokens) - whole).square().sum((1, 2)) / whole.square().sum((1, 2))
+        costs.append(float(change.mean()))
+    attention.mix = mix
+    return costs
+
+
+def test_slices_of_heads_and_sequences_are_not_captured():
+    def mix(q, k, v):
+        q, k, v = folded(q, k, v)
+        parts = zip(*(part.split(1) for part in (q, k, v)), strict=True)
+        return torch.cat([plain(*part) for part in parts]).unflatten(0, (BATCH, HEADS))
+
+    model = stack_of(mix)
+    for block in model.blocks:
+        block.attention.num_heads = HEADS
+    with pytest.raises(CaptureError, match="got a slice of 1"):
+        seen(model, hidden())
 
 
 # --- fused attention in other layouts -----------------------------------------------------------------------

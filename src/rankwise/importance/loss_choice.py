@@ -235,6 +235,13 @@ def _next_tokens(batch: LossBatch, output: Any, name: str, kind: str, given_of: 
         )  # fmt: skip
 
     note, given, ids = "", given_of(batch), token_ids(batch.batch, name)
+    of_each_token = ids if ids is not None else given
+    assert of_each_token is not None
+    if logits_of(output).shape[1] != of_each_token.shape[1]:  # prompt tuning puts vectors before the tokens
+        raise InputError(
+            f"loss {kind!r}", expected=f"logits of the {of_each_token.shape[1]} tokens in the batch",
+            got=f"logits of {logits_of(output).shape[1]} positions", fix=LOSS_HINT,
+        )  # fmt: skip
     if ids is not None and given is not None and given.shape[1:] != ids.shape[1:]:
         note, given_of = _unused(given, "they are not one per token"), lambda batch: None
 

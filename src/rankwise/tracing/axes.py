@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from rankwise._internals.torch_private import base_of
+from rankwise.errors import ShapeError
 from rankwise.operators import MixingOperator
 from rankwise.tracing.module_calls import ModuleCall, first_tokens
 from rankwise.tracing.trace import CapturedMixer
@@ -80,6 +81,9 @@ def _folded_heads(leading: int, tokens: int, call: ModuleCall) -> int:
     batch = given[0] if given else None
     counts = (getattr(call.module, name, None) for name in HEAD_COUNTS)
     stated = next((count for count in counts if isinstance(count, int)), None)
+    if batch and stated and leading < batch * stated and leading != batch and leading % stated:
+        expected, got = f"matrices of {batch} sequences and {stated} heads", f"a slice of {leading}"
+        raise ShapeError("attention", expected=expected, got=got, fix="Turn attention slicing off.")
     if batch is not None and leading % batch == 0 and leading // batch in (1, stated):
         return leading // batch
     if stated and leading % stated == 0:
@@ -107,6 +111,14 @@ def sequences_behind(calls: Sequence[ModuleCall], operator: MixingOperator) -> i
     counts = [shape[0] for shape in given if shape]
     counts += [call.stream.shape[0] for call in calls if call.stream is not None and call.stream.dim() == 4]
     return min((count for count in counts if count and batch % count == 0), default=batch)
+
+
+def is_window(operator: MixingOperator, call: ModuleCall) -> bool:
+    """Return True if an operator mixes only some of the tokens (B, T, D) or (T, D) of a module call."""
+    states = call.stream
+    if states is None or states.is_nested or states.dim() > 3:
+        return False
+    return operator.shape[0] * operator.shape[-2] < prod(states.shape[:-1])
 
 
 def same_for_all(factor: Tensor, other: Tensor) -> bool:

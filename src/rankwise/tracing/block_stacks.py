@@ -114,6 +114,8 @@ class BlockStacks:
         """Index of the last forward pass of each block that has run, by stack and name of the block."""
         self._calls: Counter[tuple[int, str, int, str]] = Counter()
         """Number of calls so far by (forward pass, stack, layer, module); kept when a stack is closed."""
+        self._loops: dict[tuple[int, str, int, str], tuple[int | None, int]] = {}
+        """Module call and number of heads of the last mixer with the same key as in ``_calls``."""
 
     def of(self, stack: str, owner: int) -> BlockStack | None:
         """Return the open stack of this name that the call ``owner`` runs. Return None if none is open."""
@@ -178,12 +180,16 @@ class BlockStacks:
         self.close()
         self._seen.clear()
         self._calls.clear()
+        self._loops.clear()
 
     def _place(self, mixer: CapturedMixer, blocks: BlockStack) -> None:
         """Report a mixer as part of the current layer of a stack."""
         key = run, stack, layer, _ = blocks.forward_pass, blocks.stack, blocks.layers, mixer.name
-        self._report(replace(mixer, forward_pass=run, stack=stack, layer=layer, call=self._calls[key]))
-        self._calls[key] += 1
+        loop = mixer.window_of, mixer.operator.shape[1]
+        if mixer.window_of is None or self._loops.get(key) != loop:
+            self._calls[key] += 1
+        self._loops[key] = loop
+        self._report(replace(mixer, forward_pass=run, stack=stack, layer=layer, call=self._calls[key] - 1))
 
     def _last_state(self, blocks: BlockStack | None) -> None:
         """Report the output of a stack's last block as the last state, or add a note that it is missing."""

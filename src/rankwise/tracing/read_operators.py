@@ -23,6 +23,7 @@ from rankwise.tracing.axes import (
     HeadAxes,
     areas_of,
     given_shape,
+    is_window,
     layout_of,
     lengths_of,
     plain_tensors,
@@ -203,6 +204,7 @@ def captured_mixer(
         else:
             added = operator.shape[-1] - operator.shape[-2]
             tokens, sources = mixing.lengths, F.pad(mixing.lengths, (0, added), value=True)
+        window = not cross and not mixing.whole and is_window(operator, calls[-1])
         return CapturedMixer(
             name=calls[-1].name,
             layer=-1,
@@ -213,6 +215,7 @@ def captured_mixer(
             cross=cross,
             sequences=operator.shape[0] if mixing.whole else sequences_behind(calls, operator),
             forward_pass=forward_pass,
+            window_of=calls[-1].serial if window else None,
             call_id=call_id,
             values=snapshot(mixing.values) if values and mixing.values is not None else None,
             output=snapshot(mixing.output) if values and mixing.output is not None else None,

@@ -39,7 +39,10 @@ class CapturedMixer:
     forward_pass: int = 0
     """Index of the forward pass in the capture, from 0."""
     call: int = 0
-    """Index of this call among the module's calls in the same layer and forward pass, from 0."""
+    """Index of this call among the module's calls in the same layer and forward pass, from 0. Windows of
+    tokens that one module call mixes one by one, in a loop, have the same index."""
+    window_of: int | None = None
+    """Serial number of the module call if the operator has fewer rows than the call has tokens, else None."""
     call_id: CallId = UNNUMBERED
     """Address of the call, unique in a forward pass; an `Intervention` receives this address too."""
     values: Float[Tensor, "B Hv S V"] | None = None
