@@ -1,5 +1,6 @@
 """Refused requests to compress with their remedies, notes, and timing."""
 
+from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -392,3 +393,16 @@ def test_inference_mode_is_refused_before_the_work(part: str | None) -> None:
     with torch.inference_mode(), pytest.raises(CompressionError, match=said):
         rw.compress(model, [ids()], keep=0.5, parts=part)
     assert rw.compress(model, [ids()], keep=0.5, parts=part).parts
+
+
+@pytest.mark.parametrize("verb", ["compress", "add λ-skips", "certify"])
+def test_offloaded_weights_are_refused_with_the_true_reason(verb: str) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = accelerate.cpu_offload(gpt2(), execution_device=torch.device("cpu"))
+    verbs: dict[str, Callable[[], object]] = {
+        "compress": lambda: rw.compress(model, [ids(4, 24)], keep=0.5),
+        "add λ-skips": lambda: rw.add_lambda_skip(model, example=ids(2, 8)),
+        "certify": lambda: rw.certify_skip(model, ids(2, 8)),
+    }
+    with pytest.raises(rw.RankwiseError, match=r"offloaded weights\. Load the model without `device_map`"):
+        verbs[verb]()

@@ -334,3 +334,27 @@ def test_a_checkpoint_in_a_block_needs_the_module_that_reads_the_residual(reentr
     block.part = "mixer"
     with pytest.raises(SkipError, match=r"expected a checkpoint around the whole block"):
         block_gradients(block, x)
+
+
+def test_checkpointed_blocks_with_dropout_have_their_skips_in_training_mode() -> None:
+    """The backward pass of the search runs checkpointed blocks again, without dropout as the first time."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mix, self.dropout = SelfAttention(), nn.Dropout(0.5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.dropout(self.mix(x))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([Block() for _ in range(3)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False)
+            return x
+
+    assert len(add_lambda_skip(Model().train(), example=torch.randn(2, 5, 8))) == 3

@@ -222,7 +222,7 @@ def part_targets(
 
 
 def check_changeable(model: nn.Module) -> None:
-    """Raise if a model is a program, split over processes, quantized, or in inference mode."""
+    """Raise if a model is a program, split over processes, quantized, offloaded, or in inference mode."""
     check_capturable(model)
     subject = f"model {type(model).__name__}"
     if layer := quantized_layer(model):
@@ -232,6 +232,9 @@ def check_changeable(model: nn.Module) -> None:
         got = "torch.inference_mode(), or weights made in it"
         fix = "Load the model and call this outside of it."
         raise CompressionError(subject, expected="a model with derivatives", got=got, fix=fix)
+    if any(weight.is_meta for weight in model.parameters()):
+        fix = "Load the model without `device_map`, or onto one device."
+        raise CompressionError(subject, expected="weights in memory", got="offloaded weights", fix=fix)
 
 
 def quantized_layer(model: nn.Module) -> str:

@@ -324,6 +324,9 @@ def check_traceable(model: Any) -> None:
         expected = "a model outside of torch.inference_mode(), where derivatives can be taken"
         got = "inference mode, or parameters made in it"
         fix = "Build the model and call this outside of it; torch.no_grad() is allowed."
+    elif any(weight.is_meta for weight in model.parameters()):
+        expected, got = "a model whose weights are in memory", "offloaded weights"
+        fix = "Load the model without `device_map`, or onto one device."
     else:
         return
     raise SkipError(f"model {type(model).__name__}", expected=expected, got=got, fix=fix)

@@ -327,12 +327,14 @@ def find_residuals(model: nn.Module, example: Batch) -> tuple[list[Residual], Fo
     try:
         for parameter in frozen:
             parameter.requires_grad_(True)
-        with probe_mode(model), calls.following(), SumRecorder(calls.running, record):
-            output = run_model(model, map_tensors(example, learning))
+        # backward passes may run checkpointed blocks again, which must happen in the same mode
+        with probe_mode(model):
+            with calls.following(), SumRecorder(calls.running, record):
+                output = run_model(model, map_tensors(example, learning))
+            candidates = [_residual(total, record.sums) for total in record.sums]
     finally:
         for parameter in frozen:
             parameter.requires_grad_(False)
-    candidates = (_residual(total, record.sums) for total in record.sums)
     residuals = [residual for residual in candidates if residual is not None]
     if any(bool(tensor.isnan().any()) for tensor in floating(tensors_in(output))):  # a mask may be infinite
         raise _not_finite("the output of the model")
