@@ -345,7 +345,7 @@ def test_checkpointed_blocks_with_dropout_have_their_skips_in_training_mode() ->
             self.mix, self.dropout = SelfAttention(), nn.Dropout(0.5)
 
         def forward(self, x: Tensor) -> Tensor:
-            return x + self.dropout(self.mix(x))
+            return x + self.mix(self.dropout(x))
 
     class Model(nn.Module):
         def __init__(self) -> None:
