@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
+
+from rankwise.cli import app
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "train.md"
 Run = Callable[[str], str]
@@ -70,6 +73,10 @@ def test_the_script_of_a_language_model_trains_resumes_and_generates(tmp_path: P
     resumed = json.loads((out / "checkpoint-5" / "trainer_state.json").read_text())
     assert resumed["log_history"][0] == {"step": 0, "from": "the first run"}
     assert sorted(path.name for path in (out / "rank").glob("step-*")) == ["step-0", "step-2", "step-4"]
+    audited = CliRunner().invoke(
+        app, ["audit", str(out / "checkpoint-5"), "--text", "book.txt", "--tokens", "16"]
+    )
+    assert audited.exit_code == 0, audited.output
     small = SCRIPTS[1].replace("max_new_tokens=120", "max_new_tokens=5")
     assert small != SCRIPTS[1]
     assert run_here(small).startswith("ROMEO:")
