@@ -27,6 +27,18 @@ MEASURES = {HeadRecord.__bases__[0]: "", StateRecord.__bases__[0]: "states: "}
 """Records with a field per measure, and what precedes its name in a heading of the page of measures."""
 
 
+@pytest.fixture(scope="module")
+def rendered(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    """Build the documentation, where a warning is an error, and return the names that it describes."""
+    pytest.importorskip("mkdocstrings")
+    site = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    content = zlib.decompress((site / "objects.inv").read_bytes().split(b"\n", 4)[4]).decode()
+    return {line.split()[0] for line in content.splitlines()}
+
+
 def section(page: str, heading: str) -> str:
     """Return a section of a page of the reference, from its heading to the next one of the same level."""
     text, level = (REFERENCE / f"{page}.md").read_text(encoding="utf-8"), heading.partition(" ")[0]
@@ -35,24 +47,16 @@ def section(page: str, heading: str) -> str:
     return rest.partition(f"\n{level} ")[0]
 
 
-def test_every_public_name_is_rendered(tmp_path: Path) -> None:
-    """The documentation is built, where a warning is an error."""
-    pytest.importorskip("mkdocstrings")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    content = zlib.decompress((tmp_path / "objects.inv").read_bytes().split(b"\n", 4)[4]).decode()
-    rendered, public = {line.split()[0] for line in content.splitlines()}, set()
-    for name in ["", *sorted({*PACKAGES} - NOT_API)]:
-        module = import_module(f"rankwise.{name}".rstrip("."))
-        own = [
-            key
-            for key, value in vars(module).items()
-            if inspect.isclass(value) and value.__module__ == module.__name__
-        ]
-        listed = {*getattr(module, "__all__", own)} - {"__version__"}
-        public |= {f"{module.__name__}.{one}" for one in listed}
-    assert public - rendered == set()
+@pytest.mark.parametrize("name", ["", *sorted({*PACKAGES} - NOT_API)])
+def test_every_public_name_is_rendered(name: str, rendered: set[str]) -> None:
+    module = import_module(f"rankwise.{name}".rstrip("."))
+    own = [
+        key
+        for key, value in vars(module).items()
+        if inspect.isclass(value) and value.__module__ == module.__name__
+    ]
+    public = {*getattr(module, "__all__", own)} - {"__version__"}
+    assert {f"{module.__name__}.{one}" for one in public} - rendered == set()
 
 
 def test_every_public_function_has_an_example() -> None:
