@@ -1,6 +1,6 @@
-"""SVG charts of the pages: panels with lines, bands, dots and labels, on white paper."""
+"""SVG charts of the pages: panels with lines, dots and labels, on white paper."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 BLUE, ORANGE, GRAY = "#1d5ba6", "#c2500f", "#39424e"
@@ -33,10 +33,6 @@ class Panel:
             f'<polyline points="{self._path(points)}" fill="none" stroke="{color}" stroke-width="1.6" '
             f'stroke-dasharray="{dash}"/>'
         )
-
-    def band(self, lower: Sequence[Point], upper: Sequence[Point], color: str) -> str:
-        """Return the area between two lines."""
-        return f'<polygon points="{self._path([*upper, *reversed(lower)])}" fill="{color}" opacity="0.18"/>'
 
     def dot(self, x: float, y: float, color: str, title: str = "") -> str:
         """Return a dot, whose title is shown at the mouse pointer."""

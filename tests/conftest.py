@@ -45,6 +45,11 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the longest tests first, so that no worker waits for another at the end."""
+    items.sort(key=lambda item: item.path.name != "test_tutorials.py")
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Exclude modules and tests, which are never freed, from garbage collection."""
     gc.collect()

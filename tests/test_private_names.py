@@ -125,6 +125,7 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
+@cache
 def classes_in(tree: ast.AST) -> list[ast.ClassDef]:
     return [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
 
@@ -142,9 +143,14 @@ def defined_in(node: ast.ClassDef) -> set[str]:
 
 
 def is_self(node: ast.AST) -> bool:
-    return isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "cls")
+    return (
+        isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id in ("self", "cls")
+    )
 
 
+@cache
 def own_attributes(node: ast.ClassDef) -> set[str]:
     return defined_in(node) | {part.attr for part in ast.walk(node) if is_self(part)}
 

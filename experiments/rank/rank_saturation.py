@@ -330,36 +330,8 @@ def model_tables(found: Sequence[Report]) -> Iterable[str]:
 
 
 def figures(report: Report) -> dict[str, str]:
-    """Return K* against T, and rank/T against K at the longest length on orthonormal tokens."""
-    curves = [one for one in report["synthetic"] if (one["mask"], one["inputs"]) == ("full", "orthonormal")]
-    return {
-        "rank-saturation.svg": law_figure(report["law"]["full"]),
-        "rank-barrier.svg": barrier_figure(max(curves, key=lambda one: one["tokens"])),
-    }
-
-
-def barrier_figure(curve: Report) -> str:
-    """Draw rank/T against K with one standard deviation, the barrier and K*."""
-    places = [(math.log2(width), mean, std) for width, mean, std in curve["points"]]
-    line = [(x, mean) for x, mean, _ in places]
-    panel = Panel((0, places[-1][0]), (0, 1.08 * max(curve["barrier"], *(y + std for _, y, std in places))))
-    star = math.log2(curve["head_dim"])
-    height = float(np.interp(star, *zip(*line, strict=True)))
-    ticks = [(x, f"{2**x:.0f}") for x, _ in line]
-    parts = [
-        *panel.axes(ticks, [mark / 10 for mark in range(7)], "query/key width K of a head", "rank/T"),
-        panel.line([(0, curve["barrier"]), (places[-1][0], curve["barrier"])], dash="5 4"),
-        panel.text(0, curve["barrier"], "barrier: one-hot rows at random", "start", right=4, down=-5),
-        panel.band([(x, y - std) for x, y, std in places], [(x, y + std) for x, y, std in places], BLUE),
-        panel.line(line, BLUE),
-        panel.line([(star, 0), (star, height)], BLUE, dash="2 3"),
-        panel.text(star, 0, f"K* = {curve['head_dim']}", "start", right=5, down=-6),
-    ]
-    return chart("rank/T against head width", parts)
-
-
-def law_figure(law: Report) -> str:
     """Draw K* against ln T with its intervals, and the fitted line."""
+    law = report["law"]["full"]
     points = [(math.log(tokens), *rest) for tokens, *rest in law["points"]]
     panel = Panel((points[0][0], points[-1][0]), (0, 1.15 * max(high for *_, high in points)))
     across = [(x, f"{math.exp(x):,.0f}") for x, *_ in points]
@@ -367,7 +339,7 @@ def law_figure(law: Report) -> str:
     parts.append(panel.line([(x, law["intercept"] + law["slope"] * x) for x in panel.x], ORANGE))
     for x, width, low, high in points:
         parts += [panel.line([(x, low), (x, high)], BLUE), panel.dot(x, width, BLUE)]
-    return chart("K* against length", parts)
+    return {"rank-saturation.svg": chart("K* against length", parts)}
 
 
 STUDY = Study("rank_saturation", measure, "evidence/rank-saturation", tables, figures)

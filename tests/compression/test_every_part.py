@@ -3,8 +3,6 @@
 import copy
 import functools
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -193,13 +191,6 @@ def test_padding_counts_for_nothing(part: str, family: str) -> None:
         assert one.tokens == other.tokens == 6 * 20
         assert widths(one) == widths(other)
         assert costs(one) == pytest.approx(costs(other), rel=1e-3, nan_ok=True)
-
-
-def test_a_device_without_float64_compresses_as_the_cpu_does() -> None:
-    command = [sys.executable, "-m", "tests.support.no_float64", "compress"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.split("\n")[:-1] == ["heads", "width kv", "width kv"]
 
 
 @pytest.mark.parametrize("family", NARROWED)

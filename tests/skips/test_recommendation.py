@@ -146,7 +146,7 @@ class Bytes(nn.Module):
 
 @pytest.mark.parametrize("deep", [True, False])
 def test_nothing_more_is_advised_after_the_advice_is_followed(deep: bool) -> None:
-    batch = torch.randint(256, (2, 64), generator=torch.Generator().manual_seed(0)) if deep else START
+    batch = torch.randint(256, (2, 32), generator=torch.Generator().manual_seed(0)) if deep else START
     model = Bytes().eval() if deep else averaging(1.0)
     (finding,) = collapse_of(advised(model, batch))
     follow(finding, model, batch)
@@ -338,7 +338,7 @@ def test_no_lambda_is_named_if_no_larger_one_helps(existing: float | None) -> No
 def test_a_batch_without_collapse_gets_another_remedy_than_the_audit() -> None:
     model = averaging(2.0)
     centred = TOKENS - TOKENS.mean(1, keepdim=True)
-    audit = rw.audit(model, [centred, *[START] * 49])
+    audit = rw.audit(model, [centred, START.repeat(49, 1, 1)])
     (finding,) = collapse_of(rw.skips.recommend(audit, model, centred))
     assert "Tried on this batch: no COLLAPSE." in finding.meaning
     assert finding.remedy is not None

@@ -18,10 +18,17 @@ from rankwise.errors import CaptureError
 WORKER = Path(__file__).with_name("sharded_worker.py")
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory) -> list[dict[str, dict]]:
+SPLIT = {
+    "torch_plan": "layers.0.self_attn.q_proj ((Shard(dim=0),)",
+    "transformers_plan": "the model itself (tp_size 2)",
+    "plan_under_fsdp": "layers.0.self_attn.q_proj",
+    "layers_apart": "the model itself (pp_size 2)",
+}
+"""Ways to split layers, and what their errors name."""
+
+
+def captured(folder: Path) -> list[dict[str, dict]]:
     """Results of capture in each of two processes, by the way in which the model was split."""
-    folder = tmp_path_factory.mktemp("sharded")
     running = [
         subprocess.Popen(
             [sys.executable, str(WORKER), str(rank), "2", str(folder)],
@@ -43,33 +50,17 @@ def results(tmp_path_factory) -> list[dict[str, dict]]:
     return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in (0, 1)]
 
 
-@pytest.mark.parametrize(
-    ("way", "named"),
-    [
-        ("torch_plan", "layers.0.self_attn.q_proj ((Shard(dim=0),)"),
-        ("transformers_plan", "the model itself (tp_size 2)"),
-        ("plan_under_fsdp", "layers.0.self_attn.q_proj"),
-        ("layers_apart", "the model itself (pp_size 2)"),
-    ],
-)
-def test_a_model_whose_layers_are_split_is_refused_in_every_process(results, way, named) -> None:
-    for process in results:
-        assert "error" in process[way], process[way]
-        assert named in process[way]["error"]
-        assert "`device_map=`" in process[way]["error"]
-
-
-def test_calls_on_parts_of_heads_are_left_out_with_the_reason(results) -> None:
-    for process in results:
+def test_a_model_whose_layers_are_split_is_refused_in_every_process_and_others_are_captured(tmp_path) -> None:
+    for process in captured(tmp_path):
+        for way, named in SPLIT.items():
+            assert named in process[way].get("error", ""), process[way]
+            assert "`device_map=`" in process[way]["error"]
+        # calls on parts of heads are left out with the reason
         assert "DTensor" in process["split_calls"].get("error", "nothing")
-
-
-@pytest.mark.parametrize("way", ["sharded", "replicated"])
-def test_models_that_are_gathered_or_copied_are_captured_whole(results, way) -> None:
-    for process in results:
-        assert process[way] == process["whole"]
-        assert process[way]["heads"] == [4, 4]
-        assert process[way]["uncaptured"] == []
+        for way in ("sharded", "replicated"):
+            assert process[way] == process["whole"]
+            assert process[way]["heads"] == [4, 4]
+            assert process[way]["uncaptured"] == []
 
 
 @pytest.mark.parametrize("size", [1, 2])
