@@ -171,7 +171,7 @@ def removable(measured: Measured) -> Iterator[Finding]:
         evidence = {"heads": len(removable.heads), **numbers, "parameters": saved}
         words = describe_removable(importance, removable, saved)
         place = Address() if len(removable.heads) > 1 else removable.heads[0]
-        remedy = removal_remedy(saved, removable.relative, removable.tolerance)
+        remedy = removal_remedy(importance, saved, removable.relative, removable.tolerance)
         yield _finding("REMOVABLE", place, evidence, words, remedy=remedy)
 
 

@@ -56,7 +56,7 @@ def _with_removal_cost(
     elif not exact:
         remedy = EXACTLY
     elif share <= tolerance:
-        remedy = removal_remedy(saved, share, tolerance)
+        remedy = removal_remedy(importance, saved, share, tolerance)
     else:
         remedy = Remedy(no_action="the model needs this head", costs=share)
     meaning, evidence = f"{finding.meaning} {words}.", finding.evidence | {"removal_cost": head.cost}

@@ -372,6 +372,8 @@ class Provenance(Record):
     """Digest of the data of this audit, or of each audit that was merged into it."""
     weights_digest: str = ""
     """Digest of the weights of the model; empty if the weights cannot be read."""
+    part: str = ""
+    """Name of the audited part, such as text_model, if the command named a model with several parts."""
     random_weights: list[str] = Field(default_factory=list)
     """Names of weights in blocks and embeddings that are not in the checkpoint, and therefore random."""
     file_digests: dict[str, str] = Field(default_factory=dict)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rankwise._internals.files import folder_name
 from rankwise.auditing.records import Provenance, Remedy
+from rankwise.importance.records import ImportanceRecord
 
 WORTH = 0.05
 """Smallest share of the parameters whose removal is recommended. Removing a smaller share changes the speed
@@ -28,6 +29,9 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "--offload-folder": (),
 }  # fmt: skip
 """Options of `rankwise audit` for model, data or device, each with the other commands that have it."""
+
+EXTRA = ("--at-init", "--attention-maps")
+"""Options for measurements that another audit need not repeat."""
 
 WITHOUT_HEAD = Remedy(
     words="see what the model loses without it", verb="audit", options=[["--importance"]], out="importance",
@@ -69,10 +73,10 @@ def step_code(step: Remedy, about: Provenance | None) -> str:
     if about is None or not about.arguments or not step.verb:
         return step.code
     model, new = about.arguments[0][0], {name for name, *_ in step.options}
-    given = [option for option in about.arguments[1:] if option[0] not in new]
+    given = [option for option in about.arguments[1:] if option[0] not in {*new, *EXTRA}]
     if step.verb != "audit":
         given = [option for option in given if option[0] in COMMANDS]
-        if any(step.verb not in COMMANDS[option[0]] for option in given):
+        if about.part or any(step.verb not in COMMANDS[option[0]] for option in given):
             return step.code
     written = [["--out", f"{folder_name(Path(model).name)}-{step.out}"]] if step.out else []
     return shlex.join(["rankwise", step.verb, model, *chain(*given, *step.options, *written)])
@@ -120,11 +124,13 @@ def join_compressions(remedies: Sequence[Remedy]) -> Remedy:
     return compress_remedy(parts, options[0]["--tolerance"], words, first.out, math.nan)
 
 
-def removal_remedy(saves: float, costs: float, tolerance: float) -> Remedy:
-    """Return the remedy that removes heads.
+def removal_remedy(importance: ImportanceRecord, saves: float, costs: float, tolerance: float) -> Remedy:
+    """Return the remedy that removes heads, without action if the model predicts no better than chance.
 
     ``saves`` is the saved share of the parameters. ``costs`` is the relative increase of the loss.
     """
     words = "choose heads again and remove them"
     remedy = compress_remedy(["heads"], f"{tolerance:g}", words, "heads", saves)
-    return unless_too_little(remedy.model_copy(update={"costs": costs}), saves)
+    remedy = unless_too_little(remedy.model_copy(update={"costs": costs}), saves)
+    reason = "the model predicts no better than chance, so no head matters" if importance.is_chance else ""
+    return remedy.model_copy(update={"no_action": reason or remedy.no_action})

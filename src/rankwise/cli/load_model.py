@@ -67,8 +67,8 @@ class LoadedModel:
     """Names of weights that are not in the checkpoint, and therefore random at each start."""
     random_blocks: list[str] = field(default_factory=list)
     """Names in ``random_weights`` that belong to blocks or embeddings."""
-    is_part: bool = False
-    """True if the model is a part of the named model. No command selects a part: remedies are Python code."""
+    part: str = ""
+    """Name of the part of the named model that this is. Only audits select a part, by the kind of data."""
     use_cache: bool | None = None
     """Value of ``use_cache`` in the checkpoint; `load_model` turns the cache off."""
 
@@ -92,7 +92,7 @@ class LoadedModel:
         missing = tuple(weight.removeprefix(f"{name}.") for weight in self.random_weights)
         tower = self.model.get_submodule(name)
         notes = [*self.notes, note]
-        return replace(self, model=tower, notes=notes, random_weights=missing, is_part=True)
+        return replace(self, model=tower, notes=notes, random_weights=missing, part=name)
 
 
 def load_model(

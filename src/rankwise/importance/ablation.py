@@ -139,6 +139,7 @@ def measure_importance(
         value=passes.value,
         reference=passes.reference,
         reference_name=passes.loss.reference,
+        chance=passes.loss.chance,
         sequences=passes.sequences,
         nonfinite_sequences=passes.nonfinite_sequences,
         counted=passes.count,

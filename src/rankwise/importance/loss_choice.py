@@ -82,6 +82,8 @@ def choose_loss(
     loss = _fitting_loss(model, LossBatch(inputs[0], batches[0]), output, settings)
     prepared = [loss.prepare(*both, number) for number, both in enumerate(zip(inputs, batches, strict=True))]
     loss.check(prepared, output)
+    if isinstance(loss, LabelLoss):
+        loss.chance = math.log(logits_of(output).shape[-1])
     return loss, prepared
 
 

@@ -9,7 +9,7 @@ from pydantic import Field
 from rankwise._internals.records import Address, Count, Number, Record
 from rankwise.errors import RecordError
 
-SETTINGS = ("loss", "unit", "reference_name", "probes", "seed")
+SETTINGS = ("loss", "unit", "reference_name", "chance", "probes", "seed")
 COSTS = ("curvature", "estimate", "exact")
 SUMS = ("sequences", "nonfinite_sequences", "counted", "forward", "backward")
 MORE_TRIES = 16
@@ -82,6 +82,8 @@ class ImportanceRecord(Record):
     """Number by which costs are divided: the loss, an entropy or a squared norm."""
     reference_name: str = "the loss"
     """Name of the reference: the loss, the entropy of predictions, or the squared norm of the output."""
+    chance: Number = math.nan
+    """Loss if all classes are equally likely. NaN if the loss is no cross-entropy of classes."""
     sequences: Count
     nonfinite_sequences: Count = 0
     """Number of sequences that were left out because their loss is not finite."""
@@ -102,12 +104,21 @@ class ImportanceRecord(Record):
         """Name of the loss, with its unit."""
         return f"{self.loss} ({self.unit})"
 
+    @property
+    def is_chance(self) -> bool:
+        """True if the model predicts no better than chance: it is not trained, or not for such data."""
+        return self.value >= self.chance
+
     def share(self, cost: float) -> float:
         """Return a cost divided by the reference. Return NaN if the reference is 0."""
         return cost / self.reference if self.reference else math.nan
 
 
 I = TypeVar("I", bound=HeadImportance)
+
+
+def _is_nan(value: object) -> bool:
+    return isinstance(value, float) and math.isnan(value)
 
 
 @dataclass
@@ -127,7 +138,7 @@ class Importance:
         first, second = self.record, other.record
         for name in SETTINGS:
             values = [getattr(record, name) for record in (first, second)]
-            if values[0] != values[1]:
+            if values[0] != values[1] and not all(map(_is_nan, values)):
                 raise RecordError(
                     "importance of audits to merge", expected=f"the same {name} in all of them",
                     got=" and ".join(map(repr, values)),
