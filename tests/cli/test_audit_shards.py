@@ -14,8 +14,8 @@ from rankwise.errors import InputError, RankwiseError
 
 Run = Callable[..., Result]
 DATA = ("--text", "text.txt", "--tokens", 16, "--batch-size", 2, "--sequences", 5)
-NAMED = {"file_digests", "data", "skips_examined", "forward"}
-"""Fields that differ: digests, absolute paths, λ (not recommended by shards), and the number of passes."""
+NAMED = {"file_digests", "data", "forward"}
+"""Fields that differ: digests, absolute paths, and the number of passes."""
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from tests.compression.compression_cases import gpt2, ids
 
 import rankwise as rw
-from rankwise._internals.files import locked, write_file, write_files
+from rankwise._internals.files import write_file, write_files
 from rankwise.compression import save_compressed
 from rankwise.errors import InputError
 
@@ -105,10 +105,3 @@ def test_a_full_disk_is_one_line_and_leaves_no_file(way: Callable[..., Any], tmp
     with full_disk(), pytest.raises(InputError, match=r"expected a (file|folder) that can be .*large"):
         write(tmp_path / "new")
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
-
-
-def test_a_folder_is_used_by_one_command_at_a_time(tmp_path: Path) -> None:
-    with locked(tmp_path), pytest.raises(InputError, match="got a folder in use"), locked(tmp_path):
-        pass
-    with locked(tmp_path):
-        assert not [*tmp_path.iterdir()], "a lock that a killed command leaves would refuse the next"

@@ -1,4 +1,4 @@
-"""Threads: parallel work on many matrices with one thread per matrix, and one thread per model.
+"""Threads: parallel work on many matrices with one thread per matrix, and one thread that changes models.
 
 If several threads share the decomposition of one small matrix, they wait for each other at every step. When
 other programs use the cores, this takes up to a hundred times as long. With one thread per matrix, threads
@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 import torch
 from threadpoolctl import ThreadpoolController
-from torch import nn
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 Item = TypeVar("Item")
@@ -32,38 +31,22 @@ class _Inside(threading.local):
 
 _inside = _Inside()
 _lock = threading.Lock()
-_changed = threading.Condition()
-_in_use: list[tuple[int, set[int]]] = []
-"""Thread, and `id` of each module, of the running functions that use a model alone."""
+_exclusive = threading.RLock()
+"""Lock of the functions that hook or change a model."""
 _limits: list[Any] = []
 """One limit of numpy's BLAS per active `one_thread`. The first stores the original number of threads."""
 
 
 def exclusive(function: FunctionT) -> FunctionT:
-    """Return a function that waits until no other thread uses the model among its arguments.
+    """Return a function that waits until no other thread runs an exclusive function.
 
-    Hooks and changes of a model act in all threads. Two models are in each other's way if they share a
-    module. Threads with other models run in parallel.
+    Hooks and changes of a model act in all threads.
     """
 
     @wraps(function)
     def waiting(*args: Any, **kwargs: Any) -> Any:
-        models = [value for value in (*args, *kwargs.values()) if isinstance(value, nn.Module)]
-        modules = {id(module) for model in models for module in model.modules()}
-        thread = threading.get_ident()
-
-        def free() -> bool:
-            return not any(modules & used for other, used in _in_use if other != thread)
-
-        with _changed:
-            _changed.wait_for(free)
-            _in_use.append((thread, modules))
-        try:
+        with _exclusive:
             return function(*args, **kwargs)
-        finally:
-            with _changed:
-                _in_use.remove((thread, modules))
-                _changed.notify_all()
 
     return waiting  # type: ignore[return-value]
 

@@ -17,8 +17,6 @@ from rankwise.auditing.measure_table import HEAD_MEASURES, STATE_MEASURES, HeadM
 from rankwise.auditing.records import Finding, HeadRecord, Provenance, StateRecord, last_states
 from rankwise.auditing.result import Audit
 
-SCHEMA_VERSION = 4
-"""Version of the file format, incremented if a field of a comparison changes its meaning."""
 COST = "removal_cost"
 """Name of the cost of removing a head: a measure in the unit of the loss, without a fixed range."""
 LOSS = "loss, "
@@ -90,7 +88,7 @@ class Comparison(SavedRecord):
     _command: ClassVar[str] = "compare"
 
     format: Literal["rankwise-comparison"] = "rankwise-comparison"
-    schema_version: int = SCHEMA_VERSION
+    schema_version: Literal[5] = 5
     before: Provenance
     after: Provenance
     heads: int

@@ -79,7 +79,7 @@ def audit_many(
     partial: dict[str, Audit] = {}
     failures: dict[AuditJob, RankwiseError] = {}
     interrupted = False
-    with new_folder(out, shared=True):  # shared, because other processes may write other models
+    with new_folder(out):
         try:
             with closing(runner(tasks)) as results:
                 for job, result in _with_merged(results if tasks else (), pending, shards):

@@ -1,11 +1,12 @@
 """Prepare folders, show progress, print results and write reports for all commands."""
 
+import json
 import os
 import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from rankwise._internals.files import locked, parse_json, writable_folder
+from rankwise._internals.files import writable_folder
 from rankwise.cli.options import FOUND
 from rankwise.errors import InputError, RankwiseError
 
@@ -26,13 +27,12 @@ _new: list[Path] = []
 
 
 @contextmanager
-def new_folder(folder: Path, *, shared: bool = False) -> Iterator[None]:
-    """Create a folder, locked unless `shared`. If the command fails, remove new folders that stay empty."""
+def new_folder(folder: Path) -> Iterator[None]:
+    """Create a folder. If the command fails, remove new folders that stay empty."""
     _new[:] = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         writable_folder(folder)
-        with nullcontext() if shared else locked(folder):
-            yield
+        yield
     except BaseException:
         remove_empty_folders()
         raise
@@ -123,7 +123,7 @@ def print_results(
 def keep_finished(record: Path, complete: bool) -> Path:
     """Return the folder for a new record: a subfolder if an incomplete one would replace a complete one."""
     with suppress(OSError, ValueError, AttributeError):  # the old record may be damaged
-        if not complete and parse_json(record.read_text("utf-8")).get("complete", True):
+        if not complete and json.loads(record.read_bytes()).get("complete", True):
             folder = record.parent / "incomplete"
             print(f"rankwise: {record} is complete and kept; see {folder} for this run", file=sys.stderr)
             return folder

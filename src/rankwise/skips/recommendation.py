@@ -223,8 +223,8 @@ def recommend(audit: AuditT, model: nn.Module, batch: Batch, loss: LossOfModel |
         >>> import torch, rankwise as rw
         >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
         >>> tokens = torch.randn(2, 9, 8)
-        >>> rw.skips.recommend(rw.audit(layer, [tokens]), layer, tokens).provenance.skips_examined
-        True
+        >>> rw.skips.recommend(rw.audit(layer, [tokens]), layer, tokens).findings
+        []
     """
     _check(audit, model, batch)
     inputs, _ = drop_unused_labels(model, batch)
@@ -281,7 +281,7 @@ def recommend(audit: AuditT, model: nn.Module, batch: Batch, loss: LossOfModel |
                 findings[index] = finding.model_copy(update={"remedy": steps})
         if any("lambda_tried" in finding.evidence for finding in findings):
             notes.append(TRAINS)
-    about = audit.provenance.model_copy(update={"skips_examined": True, "notes": notes})
+    about = audit.provenance.model_copy(update={"notes": notes})
     ordered = sorted(findings, key=lambda finding: SEVERITY_ORDER[finding.severity])
     return audit.model_copy(update={"findings": ordered, "provenance": about})
 
