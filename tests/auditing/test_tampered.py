@@ -66,7 +66,6 @@ REFUSED: list[tuple[str, str, Content, str]] = [
     ("encoder", "heads", {"head": 10**30}, r"heads\.0\.head"),
     ("encoder", "heads", {"sequences": 10**400}, r"heads\.0\.sequences"),
     ("encoder", "heads", {"x" * 9000: 1}, r"heads\.0\.x+ …"),
-    ("memberships", "heads", {"membership_grid": [-4, -10]}, "membership_grid"),
     ("encoder", "provenance", {"delta": NAN}, r"provenance\.delta"),
     ("encoder", "provenance", {"delta": 0}, r"provenance\.delta"),
     ("encoder", "where", {"layer": -1}, r"where\.layer"),

@@ -200,8 +200,6 @@ class HeadRecord(HeadMeasures, HeadOrigin):
     tokens). NaN for masks that `rankwise.theory` does not cover, and for windows above 4,096 tokens."""
     membership_map: list[Number] = Field(default_factory=list)
     """For TSSA: membership Π (weight in the head) of the first 1,024 tokens of the first sequence."""
-    membership_grid: tuple[Count, Count] | None = None
-    """Numbers of rows and columns of patches if the tokens of ``membership_map`` are patches of an image."""
     nearest_head: Count | None = None
     """Index of the head of the same site whose mixing matrix is nearest."""
     std: dict[str, Number] = Field(default_factory=dict)

@@ -115,8 +115,8 @@ class Audit(SavedRecord):
         for address, head in (measured.heads if measured is not None else {}).items():
             fields_of_heads[address] |= {"importance": head, "removal_cost": head.cost}
         copies = list(statistics.copies.values())
-        for address, fields in (heads_at_init(statistics, copies) if copies else {}).items():
-            fields_of_heads[address] |= fields
+        for address, initial_head in (heads_at_init(statistics, copies) if copies else {}).items():
+            fields_of_heads[address]["at_init"] = initial_head
         heads = statistics.head_records(fields_of_heads)
         initial = states_at_init(copies)
         states = [
