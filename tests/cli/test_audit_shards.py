@@ -69,7 +69,7 @@ def test_ctrl_c_keeps_finished_shards_and_resume_audits_the_others(
 def test_a_shard_that_fails_costs_its_model_alone(run: Run, tiny: Path) -> None:
     refused = run("audit", tiny, *DATA, "--shards", 6, "--out", "out")
     assert isinstance(refused.exception, InputError)
-    assert "expected at least one batch" in refused.stderr
+    assert "expected an iterable of at least one batch" in refused.stderr
     assert len(list(Path("out/tiny").glob("shard-*/audit.json"))) == 5
     assert not Path("out/tiny/audit.json").exists()
 
