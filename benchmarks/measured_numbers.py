@@ -23,6 +23,7 @@ def measure(subject: str, minilm: Path | None, out: Path) -> None:
     import torch
 
     import rankwise as rw
+    from rankwise.auditing.batches import model_batches
 
     def keep(quantity: str, record: Any) -> None:
         text = json.dumps(record) if isinstance(record, dict) else record.model_dump_json()
@@ -47,8 +48,8 @@ def measure(subject: str, minilm: Path | None, out: Path) -> None:
         keep("at_init", rw.audit(model, batches, at_init=2))
     if subject == "demo":
         text = _text()
-        texts = [text[:150], text[300:700]]
-        named = rw.audit(model, texts=texts, tokenizer=tokenizer, attention_maps="0:0,3:1")
+        made, _ = model_batches(model, [text[:150], text[300:700]], tokenizer)
+        named = rw.audit(model, made, tokenizer=tokenizer, attention_maps="0:0,3:1")
         keep("texts", named)
         keep("attention maps", {"maps": _maps(named)})
         logged, trained = _monitored(model, batches)

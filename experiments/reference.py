@@ -69,12 +69,12 @@ def _parameter(names: str, words: str) -> list[str]:
 
 
 def _comparison() -> str:
-    """Return a table: what a comparison matches the findings of each code by, and when one is worse."""
+    """Return a table: what a comparison matches the findings of each code by, and their number."""
     rows = [
-        (f"[{code}](#{code.lower()})", rule.about, f"`{rule.decided_by}`", rule.worse)
+        (f"[{code}](#{code.lower()})", rule.about, f"`{rule.decided_by}`")
         for code, rule in findings.FINDING_RULES.items()
     ]
-    return markdown_table(("code", "matched by", "number that decides", "worse if it is"), rows)
+    return markdown_table(("code", "matched by", "number that is compared"), rows)
 
 
 def _columns(kind: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 from filelock import FileLock
 
 from experiments.training.config import TrainingConfig
-from rankwise._internals.files import parse_json, write_file
+from rankwise._internals.files import write_file
 from rankwise.errors import RecordError
 
 RESULTS = Path(__file__).with_name("results")
@@ -46,7 +46,7 @@ def read_runs(path: Path, settings: Callable[..., Any] = TrainingConfig) -> list
 
 def _parse(line: str, settings: Callable[..., Any], where: str) -> Run:
     try:
-        run: Run = parse_json(line)
+        run: Run = json.loads(line)
         settings(**run["settings"])
         types = isinstance(run["row"], str), isinstance(run["seed"], int), isinstance(run["values"], dict)
         if set(run) == Run.__required_keys__ and all(types):

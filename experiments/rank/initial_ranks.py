@@ -18,7 +18,7 @@ import rankwise as rw
 from experiments.real_models import require_minilm
 from experiments.render import markdown_table
 from experiments.study import Study
-from rankwise.auditing import HeadRecord
+from rankwise.auditing import HeadRecord, text_batches
 from rankwise.cli.load_data import load_text
 
 TOKENS, SEQUENCES, SEEDS = 256, 8, 3
@@ -42,9 +42,8 @@ def measure(text: Path) -> dict[str, Any]:
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     reviews = load_text(text)
     assert not isinstance(reviews, str), "one review a line"
-    audit = rw.audit(
-        model, texts=list(reviews[:SEQUENCES]), tokenizer=tokenizer, tokens=TOKENS, at_init=SEEDS
-    )
+    batches = text_batches(reviews[:SEQUENCES], tokenizer, tokens=TOKENS, sequences=SEQUENCES)
+    audit = rw.audit(model, batches, tokenizer=tokenizer, at_init=SEEDS)
     layers = sorted({head.layer for head in audit.heads})
     rows = [_row(layer, [head for head in audit.heads if head.layer == layer]) for layer in layers]
     return {

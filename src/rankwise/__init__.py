@@ -4,11 +4,9 @@ Measure: `audit`, `capture`, `compare`. Preserve: λ-skips. Use: `plan_head_dim`
 Names are imported on first use, so that `import rankwise` is fast and Ctrl-C ends a command at once.
 """
 
-from functools import partial
-from importlib import import_module
 from typing import TYPE_CHECKING
 
-from rankwise._internals import connect_report, lazy_names
+from rankwise._internals import lazy_names
 
 if TYPE_CHECKING:
     from rankwise import auditing as auditing
@@ -54,4 +52,3 @@ __all__ = [
 ]
 
 __getattr__, __dir__ = lazy_names(__name__)
-connect_report(partial(import_module, "rankwise.report"))

@@ -5,7 +5,7 @@ from typing import Any
 
 import rankwise as rw
 
-OF_THE_FIRST = {"attention_map", "spectrum", "membership_map", "membership_grid"}
+OF_THE_FIRST = {"attention_map", "spectrum", "membership_map"}
 """Fields of the first sequence alone."""
 OF_ALL = {"required_head_dim"}
 """Fields that need all sequences at once, or moments that files do not contain."""

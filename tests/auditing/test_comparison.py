@@ -183,7 +183,7 @@ def test_findings_are_matched_by_code_and_place() -> None:
     worse = [first, sink.model_copy(update={"severity": "error", "evidence": {}})]
     comparison = compare(ENCODER, changed(ENCODER, findings=worse))
     outcomes = [(one.outcome, one.finding.code) for one in comparison.findings[:2]]
-    assert outcomes == [("worse", "SINK"), ("unchanged", "COLLAPSE")]
+    assert outcomes == [("changed", "SINK"), ("unchanged", "COLLAPSE")]
     assert (comparison.new, len(comparison.resolved)) == ([], len(ENCODER.findings) - 2)
     reworded = [finding.model_copy(update={"meaning": "other words"}) for finding in ENCODER.findings]
     assert compare(ENCODER, changed(ENCODER, findings=reworded)).is_empty

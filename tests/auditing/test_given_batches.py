@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import rankwise as rw
-from rankwise._internals.forward import run_model
-from rankwise.auditing import AuditError
+from rankwise.auditing import AuditError, text_batches
+from rankwise.auditing.batches import model_batches
 from rankwise.errors import InputError, RankwiseError
 
 TEXTS = ["a short one", "another text, longer than the first", "third"]
@@ -95,31 +95,29 @@ def numbers(audit: rw.Audit) -> list[list[float]]:
     ]
 
 
-@pytest.mark.parametrize("batch_size", [1, 2, 8])
-def test_texts_are_measured_as_batches_made_by_hand(batch_size: int) -> None:
+def test_texts_are_measured_as_batches_made_by_hand() -> None:
     model, by_hand = bert(), [dict(TOKENIZER([text], return_tensors="pt")) for text in TEXTS]
-    audit = rw.audit(model, texts=TEXTS, tokenizer=TOKENIZER, batch_size=batch_size)
+    audit = rw.audit(model, text_batches(TEXTS, TOKENIZER))
     assert audit.provenance.sequences == 3
     for mine, theirs in zip(numbers(audit), numbers(rw.audit(model, by_hand)), strict=True):
         assert mine == pytest.approx(theirs, rel=1e-5)  # padded rows are float32 sums of other lengths
 
 
-def test_texts_are_cut_at_the_limit_of_tokens_or_of_the_model() -> None:
-    model, long = bert(), "x" * 500
-    assert rw.audit(model, texts=[long], tokenizer=TOKENIZER, tokens=16).heads[0].tokens == 16
-    audit = rw.audit(model, texts=long, tokenizer=TOKENIZER)
-    assert (audit.heads[0].tokens, audit.provenance.sequences) == (40, 1)
-    assert any("40 tokens, the longest the model takes" in note for note in audit.provenance.notes)
+def test_texts_are_cut_at_the_limit_of_the_model() -> None:
+    batches, notes = model_batches(bert(), ["x" * 500], TOKENIZER)
+    assert [batch["input_ids"].shape for batch in batches] == [(1, 40)]
+    assert notes == ["sequences cut from 256 to 40 tokens, the longest the model takes"]
 
 
 def test_a_model_without_a_mask_reads_one_text_per_batch() -> None:
     def letters(texts: list[str], **_: Any) -> dict[str, list[list[int]]]:
         return {"input_ids": [[ord(letter) % 60 for letter in text] for text in texts]}
 
-    audit = rw.audit(nano_gpt(), texts=["abcdefgh", "abcdef"], tokenizer=letters)
+    batches, [note] = model_batches(nano_gpt(), ["abcdefgh", "abcdef"], letters)
+    audit = rw.audit(nano_gpt(), batches)
     assert audit.provenance.batches == audit.provenance.sequences == 2
     assert audit.heads[0].tokens == 7
-    assert any("one sequence in a batch" in note for note in audit.provenance.notes)
+    assert "one sequence in a batch" in note
 
 
 def loader(x: Tensor, y: Tensor) -> DataLoader[Any]:
@@ -208,27 +206,21 @@ def test_a_model_may_have_a_mask_of_another_meaning() -> None:
 
 
 TOKEN_LABELS = r"its `attention_mask`\. Pass the first.*name the items.*'labels': y"
-LIST = r"rw\.audit\(model, \[batch\]\)"
+LIST = r"a single batch into a list: `\[batch\]`"
+MAKE = r"`batches`, batch 1: expected a batch with tokens.*`rw\.auditing\.text_batches\(texts, tokenizer\)`"
+EMPTY = "batch 1: expected a batch with tokens.*got tensors of 0 elements. Leave it out"
 ROW = {name: value[0] for name, value in ENCODED.items()}
-NO_TEXTS: dict[str, tuple[dict[str, Any], str]] = {
-    "no tokenizer": ({"texts": ["a"]}, "`tokenizer`: expected the tokenizer of the model.*AutoTokenizer"),
-    "no texts": ({"texts": [], "tokenizer": len}, "`texts`: expected at least one text"),
-    "blank texts": ({"texts": ["", " "], "tokenizer": len}, "at least one with a token"),
-    "number as text": ({"texts": ["a", 3], "tokenizer": len}, "number 2: expected a str, got int"),
-    "number as texts": ({"texts": 3, "tokenizer": len}, "`texts`: expected a list of strings, got int"),
-    "both": ({"texts": ["a"], "tokenizer": len, "batches": []}, "expected one of them, got both"),
-    "neither": ({}, r"`batches`: expected an iterable of batches, got none.*texts=\[…\]"),
-}
 NO_BATCHES: dict[str, tuple[Any, str]] = {
-    "string": ("hello", r"got str\. Pass strings with their tokenizer"),
+    "string": ("hello", r"`batches`: expected an iterable of at least one batch, got str"),
+    "nothing": (None, r"`batches`: expected an iterable of at least one batch, got NoneType"),
     "batch": (IDS, "got Tensor.*" + LIST),
     "named batch": ({"input_ids": IDS}, "got dict.*" + LIST),
-    "lists of ids by name": ([dict(TOKENIZER(TEXTS))], r"Use `tokenizer\(texts, return_tensors=\"pt\""),
+    "lists of ids by name": ([dict(TOKENIZER(TEXTS))], MAKE),
     "one row": ([ROW], "one row without a batch axis.*DataLoader"),
-    "list of strings": ([TEXTS], r"texts=\[…\], tokenizer"),
-    "strings": (TEXTS, r"texts=\[…\], tokenizer"),
-    "list of ids": ([[1, 2, 3]], r"torch\.tensor\(\[row\]\)"),
-    "number": ([3], "A batch is a dict of tensors"),
+    "list of strings": ([TEXTS], MAKE),
+    "strings": (TEXTS, MAKE),
+    "list of ids": ([[1, 2, 3]], MAKE),
+    "number": ([3], "a batch with tokens: a dict of tensors, a tuple of tensors or a tensor, got int"),
     "long": ([{"input_ids": IDS.repeat(1, 7)}], "63 tokens are more than the 40 positions"),
     "unknown id": ([{"input_ids": IDS + 300}], "not below the 300 that the model knows"),
     "misspelled": ([{"input_id": IDS}], "Did you mean input_ids"),
@@ -236,10 +228,10 @@ NO_BATCHES: dict[str, tuple[Any, str]] = {
     "labels of tokens in a list": ([[IDS, IDS % 2]], TOKEN_LABELS),
     "next tokens": ([(IDS, IDS.roll(-1, 1))], TOKEN_LABELS),
     "labels and more": ([[IDS, IDS % 2, torch.zeros(4)]], TOKEN_LABELS),
-    "no sequence": ([{"input_ids": IDS[:0]}], r"with tokens, got the shape \(0, 9\)"),
-    "no token": ([{"input_ids": IDS[:, :0], "attention_mask": IDS[:, :0]}], r"got the shape \(4, 0\)"),
-    "no token in a tensor": ([IDS[:, :0]], r"with tokens, got the shape \(4, 0\)"),
-    "no token in a tuple": ([(IDS[:, :0],)], r"with tokens, got the shape \(4, 0\)"),
+    "no sequence": ([{"input_ids": IDS[:0]}], EMPTY),
+    "no token": ([{"input_ids": IDS[:, :0], "attention_mask": IDS[:, :0]}], EMPTY),
+    "no token in a tensor": ([IDS[:, :0]], EMPTY),
+    "no token in a tuple": ([(IDS[:, :0],)], EMPTY),
 }
 OTHER_MODELS: dict[str, tuple[dict[str, Any], str]] = {
     "misspelled mask": (
@@ -255,8 +247,9 @@ OTHER_MODELS: dict[str, tuple[dict[str, Any], str]] = {
         r"all 2 items .* `\[\(x,\) for x, \*labels in batches\]`",
     ),
 }
-REFUSED = NO_TEXTS | OTHER_MODELS
-REFUSED |= {case: ({"batches": batches}, message) for case, (batches, message) in NO_BATCHES.items()}
+REFUSED = OTHER_MODELS | {
+    case: ({"batches": batches}, message) for case, (batches, message) in NO_BATCHES.items()
+}
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -267,12 +260,6 @@ def test_wrong_data_are_refused_with_a_fix(case: str) -> None:
     assert "shorter sequences" not in str(caught.value)
 
 
-def test_labels_of_tokens_are_never_passed_as_a_mask() -> None:
-    """A mask hides tokens labelled 0 without an error."""
-    with pytest.raises(InputError, match="attention_mask"):
-        run_model(bert(), (IDS, IDS % 2))
-
-
 def test_a_wrong_batch_keeps_earlier_batches() -> None:
     for bad in ({"input_ids": IDS[:0]}, TEXTS):
         with unchecked(), pytest.raises(AuditError, match="batch 2") as caught:
@@ -281,45 +268,27 @@ def test_a_wrong_batch_keeps_earlier_batches() -> None:
         assert caught.value.audit.provenance.sequences == 4
 
 
-class Sizes(OnlyX):
-    """Raises if it gets more than `limit` tokens, or always with the words of other errors."""
-
-    def __init__(self, limit: int) -> None:
-        super().__init__()
-        self.limit = limit
-
-    def forward(self, ids: Tensor) -> Tensor:
-        if ids.shape[1] > self.limit:
-            raise RuntimeError("group_size: expected the size and dtype of tokens in range, image_size 3")
-        return super().forward(nn.functional.one_hot(ids, 8).float())
-
-
-@pytest.mark.parametrize("limit", [5, 4, 1])
-def test_a_hint_on_length_follows_from_a_run_on_fewer_tokens(limit: int) -> None:
-    """Words of a message such as "size" prove nothing."""
-    with pytest.raises(AuditError, match="group_size") as caught:
-        rw.audit(Sizes(limit), [torch.ones(1, 8, dtype=torch.int64)])
-    said = "It runs on the first 4 of 8 tokens: cut them (`--tokens`)."
-    assert (said in str(caught.value)) == (limit >= 4)
-    assert str(caught.value).endswith((said, "to see the whole traceback."))
-    assert rw.audit(Sizes(limit), [torch.ones(1, limit, dtype=torch.int64)]).complete
-
-
 def test_hints_name_what_numbers_prove() -> None:
-    for batch, said in (
-        ({"input_ids": IDS + 300}, "A token id is not below the 300"),
-        ({"input_ids": IDS.repeat(1, 20)}, "tokens are more than the 40 positions"),
-    ):
-        with pytest.raises(AuditError, match=said):
-            rw.audit(bert(), [batch])
-    with pytest.raises(AuditError, match=r"Cast the batch to torch\.float32"):
+    with pytest.raises(InputError, match=r"Cast the batch to torch\.float32"):
         rw.audit(OnlyX(), [torch.ones(1, 5, 8, dtype=torch.float64)])
     assert rw.audit(OnlyX(), [torch.ones(1, 5, 8)]).complete
     assert rw.audit(bert(), [{"input_ids": IDS.repeat(1, 20)[:, :40]}]).complete
 
 
+class Failing(nn.Module):
+    """Raises with the words of other errors."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise RuntimeError("group_size: expected the size and dtype of tokens in range, image_size 3")
+
+
+def test_words_of_an_error_give_no_advice() -> None:
+    with pytest.raises(InputError, match=r"group_size.* to see the whole traceback\.$"):
+        rw.audit(Failing(), [torch.ones(1, 8, 8)])
+
+
 def test_an_audit_that_ends_in_its_first_batch_gives_no_verdict() -> None:
-    model = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), Sizes(0)).eval()
+    model = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), Failing()).eval()
     with pytest.raises(AuditError) as caught:
         rw.audit(model, [torch.randn(2, 5, 8)])
     assert caught.value.audit is not None

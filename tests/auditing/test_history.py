@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.support import records
 from tests.support.documents import history_document
 from tests.support.modules import token_ids
-from tests.support.records import HeadImportance, InitialModels, changed
+from tests.support.records import HeadImportance, changed
 from tests.unchecked import unchecked
 
 import rankwise as rw
@@ -160,22 +160,6 @@ def test_a_history_names_the_audit_with_the_lowest_loss_on_equal_data(
     assert ("history-loss" in [figure.name for figure in document.sections[0].figures]) == ("lowest" in said)
 
 
-def test_initialization_in_one_audit_causes_a_warning_and_no_change() -> None:
-    record = InitialModels(seeds=[0, 1, 2], built="from its configuration")
-    first, second = (
-        changed(moved(0, init_numerical_rank=rank, init_effective_rank=8.0), at_init=record)
-        for rank in (20.0, 30.0)
-    )
-    words = ["Measures at initialization are left out, because some audits do not have them."]
-    for before, after in ((ENCODER, first), (first, ENCODER)):
-        found = rw.compare(before, after)
-        assert not any(change.measure.startswith("init_") for change in [*found.changes, *found.by_layer])
-        assert found.warnings == words
-    assert {change.measure for change in rw.compare(first, second).changes} == {"init_numerical_rank"}
-    history = History([(0, ENCODER), (1, first), (2, ENCODER)])
-    assert history.warnings == words
-
-
 def test_a_number_of_a_layer_is_the_mean_of_its_heads_and_of_their_spreads() -> None:
     audit = rw.audit(nano_gpt(), [token_ids()])
     numbers = layer_means(audit)
@@ -197,16 +181,13 @@ def test_changes_by_layer_are_signed_differences_of_means() -> None:
         assert change.ratio == pytest.approx(0.2 / change.std)
 
 
-def test_a_frame_and_a_csv_have_a_row_per_head_and_step(tmp_path: Path) -> None:
+def test_a_csv_has_a_row_per_head_and_step(tmp_path: Path) -> None:
     history = History([(step, moved(step)) for step in (0, 500)])
     with history.to_csv(tmp_path).open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert (tmp_path / "history.csv").exists()
     assert [int(row["step"]) for row in rows] == [0] * 72 + [500] * 72
     assert {float(row["first_token_mass"]) for row in rows[72:]} == {0.05}
-    pytest.importorskip("pandas")
-    assert list(history.to_frame().columns) == list(rows[0])
-    assert len(History().to_frame()) == 0
 
 
 def test_saved_audits_are_loaded_in_the_same_order(tmp_path: Path) -> None:

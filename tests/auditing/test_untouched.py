@@ -76,7 +76,6 @@ def test_each_batch_runs_once_and_nothing_changes(name: str, method: Any) -> Non
     with untouched(model):
         audit = rw.audit(model, batches, rank_method=method)
     assert len(runs) == len(batches) == audit.provenance.batches
-    assert not audit.provenance.skips_examined
 
 
 FIRST_RUNS: dict[str, Callable[[nn.Module, Any], Any]] = {

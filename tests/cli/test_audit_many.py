@@ -199,7 +199,7 @@ def test_a_folder_of_audits_is_compared_in_order(audited: Result, run: Run, home
             "one of .html, .json, got '.csv'",
         ),
         (["audits", "nowhere"], "no such file"),
-        (["audits/checkpoint-90", "text.txt"], "expected JSON"),
+        (["audits/checkpoint-90", "text.txt"], "got Invalid JSON"),
     ],
 )
 def test_wrong_arguments_of_a_comparison_are_refused(audited, run, home, arguments, says) -> None:

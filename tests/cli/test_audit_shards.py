@@ -14,8 +14,8 @@ from rankwise.errors import InputError, RankwiseError
 
 Run = Callable[..., Result]
 DATA = ("--text", "text.txt", "--tokens", 16, "--batch-size", 2, "--sequences", 5)
-NAMED = {"file_digests", "data", "skips_examined", "forward"}
-"""Fields that differ: digests, absolute paths, λ (not recommended by shards), and the number of passes."""
+NAMED = {"file_digests", "data", "forward"}
+"""Fields that differ: digests, absolute paths, and the number of passes."""
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_ctrl_c_keeps_finished_shards_and_resume_audits_the_others(
 def test_a_shard_that_fails_costs_its_model_alone(run: Run, tiny: Path) -> None:
     refused = run("audit", tiny, *DATA, "--shards", 6, "--out", "out")
     assert isinstance(refused.exception, InputError)
-    assert "expected at least one batch" in refused.stderr
+    assert "expected an iterable of at least one batch" in refused.stderr
     assert len(list(Path("out/tiny").glob("shard-*/audit.json"))) == 5
     assert not Path("out/tiny/audit.json").exists()
 

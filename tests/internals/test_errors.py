@@ -10,7 +10,7 @@ import pytest
 from tests.unchecked import unchecked
 
 from rankwise import errors
-from rankwise.auditing import AuditError
+from rankwise.auditing import Audit, AuditError, Provenance
 from rankwise.errors import InputError, RankwiseError, SkipError, in_range, instance_of, one_of, whole_number
 
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
@@ -102,9 +102,11 @@ def test_an_error_survives_pickling(kind: type[RankwiseError]) -> None:
 
 
 def test_an_error_with_an_audit_survives_pickling() -> None:
-    error = AuditError(RankwiseError("model", expected="numbers", got="none", fix=""))
+    audit = Audit(provenance=Provenance(model="m", delta=0.01), heads=[], states=[], findings=[])
+    error = AuditError(RankwiseError("model", expected="numbers", got="none", fix=""), audit)
     again = pickle.loads(pickle.dumps(error))
-    assert (type(again), again.audit, str(again)) == (AuditError, None, "model: expected numbers, got none.")
+    assert (type(again), str(again)) == (AuditError, "model: expected numbers, got none.")
+    assert again.audit.model_dump_json() == audit.model_dump_json()
 
 
 def test_messages_do_not_move_the_cursor_or_ring() -> None:

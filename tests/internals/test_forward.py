@@ -550,9 +550,7 @@ NAMES = ("vocab_size", "max_position_embeddings", "pad_token_id", "num_attention
 SAVED = ("max_position_embeddings", "num_labels")
 """Values that transformers does not read when it saves a configuration; `compress` tries that first."""
 USES: dict[str, Callable[[nn.Module, Any], object]] = {
-    "audit of texts": lambda model, _: rw.audit(
-        model, texts=["a text"], tokenizer=transformers.ByT5Tokenizer(extra_ids=0)
-    ),
+    "audit": lambda model, batch: rw.audit(model, [batch]),
     "λ-skips": lambda model, _: rw.add_lambda_skip(model),
     "compression with latency": lambda model, batch: rw.compress(
         model, [batch], parts="width", keep=0.5, time=True

@@ -125,7 +125,7 @@ def test_a_lack_of_memory_ends_no_training_at_the_first_call_either(error, caplo
     monitor, model = rw.RankMonitor(probe(), every=2, stop_on="NONFINITE"), Failing()
     model.error = error
     assert monitor.step(model, 0) is None
-    assert "step 0: no audit, and training continues: batch 1" in caplog.text
+    assert "step 0: no audit, and training continues: `batches`, batch 1" in caplog.text
     model.error = None
     assert monitor.step(model, 2) is not None
     assert monitor.history.steps == [2]

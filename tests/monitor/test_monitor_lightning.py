@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import rankwise as rw
-from rankwise.auditing import AuditError, History
+from rankwise.auditing import History
 from rankwise.errors import InputError
 
 INSTALLED = find_spec("lightning") is not None or find_spec("pytorch_lightning") is not None
@@ -90,7 +90,7 @@ def test_lightning_audits_logs_and_stops(tmp_path):
             super().__init__()
             self.net = Trained().encoder
 
-    with pytest.raises(AuditError, match='missing the required "forward"'):
+    with pytest.raises(rw.RankwiseError, match='missing the required "forward"'):
         rw.audit(Headless().eval(), [torch.ones(2, 10, 8)])
 
     logger = PACKAGE.loggers.CSVLogger(tmp_path)

@@ -89,16 +89,16 @@ def test_maps_beyond_the_limit_are_left_out_by_name(monkeypatch: pytest.MonkeyPa
 
 def test_every_outcome_is_listed_with_its_findings() -> None:
     before = records.encoder()
-    worse = before.findings[2].model_copy(update={"severity": "error"})
+    changed = before.findings[2].model_copy(update={"severity": "error"})
     new = records.finding("OVERSIZED_HEADS", "info", where=before.findings[2].where, heads=[7, 8])
-    after = before.model_copy(update={"findings": [before.findings[0], worse, new]})
+    after = before.model_copy(update={"findings": [before.findings[0], changed, new]})
     document = comparison_document(compare(before, after))
     listed = section(document, "findings").lists
     assert [(one.title, len(one.items), one.folded) for one in listed] == [
-        ("New", 1, False), ("Worse", 1, False), ("Unchanged", 1, True), ("Resolved", 6, False),
+        ("New", 1, False), ("Changed", 1, False), ("Unchanged", 1, True), ("Resolved", 6, False),
     ]  # fmt: skip
     assert ("severity", "warning → error") in listed[1].items[0].facts
-    assert document.verdict.sentence.startswith("Findings: 1 new, 1 worse, 1 unchanged, 6 resolved.")
+    assert document.verdict.sentence.startswith("Findings: 1 new, 1 changed, 1 unchanged, 6 resolved.")
 
 
 def test_equal_audits_have_no_difference() -> None:

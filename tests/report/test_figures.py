@@ -141,21 +141,14 @@ def test_depth_is_counted_in_whole_blocks_and_scales_start_at_0(layers: int) -> 
         assert axis.get("rangemode") == "tozero" or axis["range"][0] == 0
 
 
-def test_a_text_is_heads_by_tokens_and_a_picture_its_heads_side_by_side() -> None:
+def test_memberships_are_drawn_by_heads_and_tokens() -> None:
     heads = records.memberships().heads
     figures = membership_maps(grids_of(heads), heads)
     assert [figure.title for figure in figures] == ["layer 0", "layer 1", "layer 2"] * 2
-    text, picture = figures[1].data[0], figures[5].data[0]
+    text = figures[1].data[0]
     first = [head for head in heads if (head.stack, head.layer) == ("text", 1)]
     assert (len(text["z"]), len(text["z"][0]), len(text["x"]), len(text["y"])) == (4, 40, 40, 4)
     assert text["z"][2][7] == pytest.approx(first[2].membership_map[7], rel=5e-3)  # three digits are written
-    patches = [head for head in heads if (head.stack, head.layer) == ("picture", 2)]
-    tiles = picture["z"]
-    assert (len(tiles), len(tiles[0])) == (4, 4 * 6 + 3)
-    assert len(set(picture["x"])) == len(tiles[0])
-    assert tiles[3][2 * 7 + 5] == pytest.approx(patches[2].membership_map[3 * 6 + 5], rel=5e-3)
-    assert picture["x"][2 * 7 + 5] == "head 2, column 5"
-    assert [row[6] for row in tiles] == [None] * 4
     assert text["zmax"] == max(max(head.membership_map) for head in heads[:12])
     assert membership_maps(grids_of(records.encoder().heads), records.encoder().heads) == []
 

@@ -17,6 +17,7 @@ import rankwise as rw
 from rankwise._internals.statistics import mean
 from rankwise.auditing import AtInitSettings
 from rankwise.auditing.measure_table import share
+from rankwise.auditing.records import AtInit
 from rankwise.report import document_text, print_document
 
 COLUMNS = [row for row in HEAD_MEASURES if row.console and not row.known_only]
@@ -103,8 +104,9 @@ def test_the_first_screen_has_columns_for_what_was_measured_only() -> None:
     assert "initialization, `--at-init` (3 more audits)" in text
     assert "costs of removing heads, `--importance`" in text
     assert "costliest" not in text
+    start = AtInit(seeds=3, mean={"numerical_rank": 64.0}, seed_std={})
     known = {
-        head.id: {"importance": records.HeadImportance(exact=0.01 * head.head), "init_numerical_rank": 64.0}
+        head.id: {"importance": records.HeadImportance(exact=0.01 * head.head), "at_init": start}
         for head in audit.heads
     }
     heads = [head.model_copy(update=known[head.id]) for head in audit.heads]

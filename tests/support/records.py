@@ -402,12 +402,12 @@ def memberships() -> Audit:
     """Return two stacks of TSSA layers: over the tokens of a text, and over the patches of a picture."""
     rng = np.random.default_rng(7)
     heads = []
-    for stack, tokens, patches in (("text", 40, None), ("picture", 24, (4, 6))):
+    for stack, tokens in (("text", 40), ("picture", 24)):
         made = grid(3, 4, 7, stack + ".{}.mixer", stack=stack, kind="diagonal", tokens=float(tokens))
         for one in made:
             share = [float(x) for x in rng.uniform(0, 0.5, tokens)]
             known = {"membership": 0.25, "variational_rate": 0.02, "one_hot_rank": math.nan, "mask": "other"}
-            known |= {"membership_map": share, "membership_grid": patches}
+            known |= {"membership_map": share}
             heads.append(one.model_copy(update=known))
     states = random_states(3, stack="text") + random_states(3, 2, stack="picture")
     return Audit(provenance=provenance("sample/tost"), heads=heads, states=states, findings=[])

@@ -119,7 +119,6 @@ def test_interventions_receive_m_v_of_the_site_of_the_same_call(name):
         # sums of at most 9 products of weights below 1 with values of size max|V|, in float32
         limit = 40 * torch.finfo(torch.float32).eps * float(site.values.abs().max())
         assert outputs.call_id == site.call_id
-        assert torch.equal(outputs.valid_tokens, site.valid_tokens)
         assert ((outputs.values - expected).abs() * rows).max() <= limit
 
 

@@ -29,16 +29,6 @@ def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[st
     return getattr_, lambda: sorted({*homes, *module.__all__})
 
 
-_report: list[Callable[[], Any]] = []
-"""Function that imports `rankwise.report`. Empty until the package `rankwise` sets the function."""
-
-
-def connect_report(load: Callable[[], Any]) -> None:
-    """Set the function that returns the package `rankwise.report`."""
-    _report[:] = [load]
-
-
 def report_package() -> Any:
     """Return the package `rankwise.report`, which shows results of lower packages."""
-    [load] = _report
-    return load()
+    return import_module("rankwise.report")

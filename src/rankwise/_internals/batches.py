@@ -31,11 +31,15 @@ def second_argument(model: nn.Module) -> str:
 
 def check_batch(batch: Any, subject: str = "`batch`") -> None:
     """Raise InputError if a value, such as a list of batches or a DataLoader, is not a batch with tokens."""
-    tensors = tensors_in(batch) if isinstance(batch, tuple) else tensors_of(batch).values()
+    tensors = [*tensors_of(batch).values()] if isinstance(batch, list) else tensors_in(batch)
     if not any(tensor.numel() for tensor in tensors):
         expected = "a batch with tokens: a dict of tensors, a tuple of tensors or a tensor"
         got = "tensors of 0 elements" if tensors else type(batch).__name__
-        fix = "Pass one batch of a list or DataLoader: `next(iter(batches))`."
+        fix = (
+            "Take one batch of a list or DataLoader with `next(iter(batches))`. Make batches of texts with "
+            "`rw.auditing.text_batches(texts, tokenizer)`."
+        )
+        fix = "Leave it out: an empty text is the usual cause." if tensors else fix
         raise InputError(subject, expected=expected, got=got, fix=fix)
 
 

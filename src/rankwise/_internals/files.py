@@ -1,12 +1,11 @@
 """Write files atomically, and save and load records. This module does not import torch, which is slow."""
 
-import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 
 from pydantic import ValidationError
 from safetensors import SafetensorError
@@ -21,21 +20,6 @@ except ImportError:
     fcntl = None  # type: ignore[assignment]
 
 R = TypeVar("R", bound="SavedRecord")
-
-
-def parse_json(text: str) -> Any:
-    """Return the content of JSON text. Raise ValueError if it is invalid, nested too deeply or not Unicode.
-
-    Examples:
-        >>> parse_json('{"layers": [1, null]}')
-        {'layers': [1, None]}
-    """
-    try:
-        content = json.loads(text)
-        json.dumps(content, ensure_ascii=False).encode()  # raises for half a surrogate pair: invalid UTF-8
-    except RecursionError:
-        raise ValueError("lists or objects are nested too deeply") from None
-    return content
 
 
 def writable_folder(folder: Path, option: str = "--out") -> None:
@@ -222,42 +206,17 @@ class SavedRecord(Record, WithPage):
             RecordError: if the file has another format, another schema version or damaged content.
         """
         noun, version = cls._noun(), cls.model_fields["schema_version"].default
-        file_format = f"rankwise-{noun}"
         path = Path(path)
         path = path / f"{noun}.json" if path.is_dir() else path
-        subject, again = f"{noun} {path}", f"run `rankwise {cls._command or noun}` again."
         fix = f"Pass a file that Rankwise wrote, such as {noun}.json, or the folder of {noun}.json."
-
-        def refused(expected: str, got: str, fix: str) -> RecordError:
-            return RecordError(subject, expected=expected, got=got, fix=fix)
-
         data = readable_file(path, f"a file with a saved {noun}", fix=fix)
         try:
-            content = parse_json(data.decode("utf-8"))
-        except ValueError as error:
-            fix = f"The file is cut short or of another kind; {again}"
-            raise refused("JSON", _shortened(str(error)), fix) from None
-        content = content if isinstance(content, dict) else {}
-        if (stated := content.get("format")) != file_format:
-            got = "other JSON" if stated is None else _shortened(f'"format": {stated!r}')
-            raise refused(
-                f'an object with "format": "{file_format}"', got, f"Pass a file with a saved {noun}."
-            )
-        stated_version = content.get("schema_version")
-        if stated_version != version or isinstance(stated_version, bool):
-            fix = f"To write it in this version, {again}"
-            raise refused(f"schema version {version}", _shortened(json.dumps(stated_version)), fix)
-        try:
-            return cls.model_validate(content)
-        except (ValidationError, RecursionError) as error:
-            got = "lists or objects that are nested too deeply"
-            if isinstance(error, ValidationError):
-                first = error.errors()[0]
-                problem = _shortened(f"{'.'.join(map(str, first['loc']))}: {first['msg']}")
-                got = f"{problem} ({error.error_count()} in all)"
-            fix = f"The file is damaged or was edited; {again}"
-            raise refused(f"the fields of schema version {version}", got, fix) from None
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= 200 else f"{text[:200]} …"
+            return cls.model_validate_json(data)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            place = "".join(f"{part}." for part in first["loc"]).removesuffix(".")
+            got = ": ".join(text for text in (place, first["msg"]) if text)
+            got = got if len(got) <= 200 else f"{got[:200]} …"
+            fix = f"To write it in this version, run `rankwise {cls._command or noun}` again."
+            expected = f"a saved {noun} of schema version {version}"
+            raise RecordError(f"{noun} {path}", expected=expected, got=got, fix=fix) from None

@@ -15,12 +15,11 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from rankwise._internals.batches import Batch, map_leaves, second_argument, takes_dict, tensors_in, tensors_of
+from rankwise._internals.batches import Batch, map_leaves, second_argument, takes_dict, tensors_in
 from rankwise._internals.torch_private import like, original_of, preserve_state, set_attribute
-from rankwise.errors import InputError, RankwiseError, first_line
+from rankwise.errors import InputError, first_line
 
 HALF = (torch.float16, torch.bfloat16)
-TRACEBACK = "Run the model on this batch alone to see the whole traceback."
 
 
 def config_value(source: Any, *names: str, default: Any = None) -> Any:
@@ -65,36 +64,6 @@ def run_model(model: nn.Module, batch: Batch, *, seed: int | None = 0) -> Any:
         if isinstance(batch, Mapping):
             return model(**batch)
         return model(*batch) if isinstance(batch, tuple | list) else model(batch)
-
-
-@contextmanager
-def batch_errors(
-    model: nn.Module, batch: Any, fix: Callable[[nn.Module, Any, Exception], str] | None = None,
-    subject: str = "`batch`",
-) -> Iterator[None]:  # fmt: skip
-    """Context manager that raises `InputError`, with advice from `fix`, if a model fails on a batch."""
-    try:
-        yield
-    except RankwiseError:
-        raise
-    except Exception as error:
-        raise InputError(
-            subject,
-            expected=f"a batch that {type(model).__name__} runs on",
-            got=f"{type(error).__name__}: {first_line(error)}",
-            fix=(tower_hint(model, batch, error) or TRACEBACK) if fix is None else fix(model, batch, error),
-        ) from error
-
-
-def tower_hint(model: nn.Module, batch: Any, error: Exception) -> str:
-    """Return advice if a model of texts and images, such as CLIP, got only texts or images; otherwise ""."""
-    towers = {"input_ids": "text_model", "pixel_values": "vision_model"}
-    given = [tower for name, tower in towers.items() if name in tensors_of(batch)]
-    missing = isinstance(error, AttributeError | TypeError | ValueError) and len(given) == 1
-    if not missing or not all(hasattr(model, tower) for tower in towers.values()):
-        return ""
-    alone = f"pass `model.{given[0]}`, which reads this data alone, to a command as module.py:function"
-    return f"It reads texts and images together: add the other input, or {alone}."
 
 
 def out_of_memory(error: BaseException | None) -> bool:

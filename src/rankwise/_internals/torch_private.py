@@ -5,9 +5,10 @@ names.
 """
 
 import sys
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from copy import deepcopy
 from typing import Any, TypeVar, no_type_check
 
 import numpy as np
@@ -264,7 +265,12 @@ def preserve_state(model: nn.Module) -> Iterator[None]:
         with without_torch_function():
             # Skip tensors that require gradients: in FSDP1, they are views of freed storage.
             tensors = [value for value in values if isinstance(value, Tensor) and not value.requires_grad]
-            copies = _copies([tensor for tensor in tensors if not isinstance(tensor, nn.Parameter)])
+            memo: dict[int, Any] = {}  # so that the copies of tensors that share storage share storage, too
+            copies = {
+                id(x): deepcopy(x, memo) if type(x) is Tensor else like(x.clone(), x)
+                for x in tensors
+                if not isinstance(x, nn.Parameter)
+            }
             for store in stores:
                 if not isinstance(store, set):  # a set would not find copies of tensors
                     for name, value in store.items() if isinstance(store, dict) else enumerate(store):
@@ -297,32 +303,6 @@ def _containers(values: Iterable[Any]) -> list[Any]:
             containers[id(value)] = value
             waiting += value.values() if isinstance(value, dict) else value
     return [*containers.values()]
-
-
-def _copies(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
-    """Return a copy of each tensor by `id`. The copies of tensors that share storage share storage, too."""
-    distinct = {id(tensor): tensor for tensor in tensors}
-    pointers = {number: _storage(tensor) for number, tensor in distinct.items()}
-    several = {pointer for pointer, count in Counter(pointers.values()).items() if pointer and count > 1}
-    storages: dict[int, Any] = {}
-    copies = {}
-    for number, tensor in distinct.items():
-        pointer = pointers[number]
-        if pointer in several:
-            storage = storages.setdefault(pointer, tensor.untyped_storage().clone())
-            empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-            copy = empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
-        else:
-            copy = tensor.clone()
-        copies[number] = like(copy, tensor)
-    return copies
-
-
-def _storage(tensor: Tensor) -> int:
-    """Return the address of a plain tensor's storage. Return 0 for other tensors, and without an address."""
-    plain = type(tensor) is Tensor and tensor.layout is torch.strided
-    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # inside a transform of torch.func
-    return tensor.untyped_storage().data_ptr() if plain and not wrapped else 0
 
 
 def like(new: Tensor, old: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Check batches before they are measured, and turn texts into batches that a model accepts."""
+"""Turn texts into batches that a model accepts."""
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -9,10 +9,9 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from rankwise._internals.batches import Batch, tensors_of
 from rankwise._internals.forward import config_value, device_of, free_memory
-from rankwise.auditing.error_hints import PASS_TEXTS, positions_of
-from rankwise.errors import InputError, instance_of, whole_number
+from rankwise.auditing.error_hints import positions_of
+from rankwise.errors import InputError, whole_number
 from rankwise.importance.loss_choice import continues_texts
 
 FORWARD_COPIES, LOSS_COPIES = 2, 8
@@ -169,8 +168,9 @@ def _sequences_in_memory(model: nn.Module, tokens: int, copies: float) -> tuple[
 
     Raise `InputError` if one sequence does not fit.
     """
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    words = len(head.weight) if isinstance(getattr(head, "weight", None), Tensor) else 0
+    find_head: Callable[[], Any] = getattr(model, "get_output_embeddings", lambda: None)
+    weight = getattr(find_head(), "weight", None)
+    words = len(weight) if isinstance(weight, Tensor) else 0
     free, needed = free_memory(device_of(model)), max(1, round(4 * copies * tokens * words))
     if needed > free:
         expected = f"{needed / 1e9:.1f} GB for the logits of one sequence ({tokens} tokens, {words:,} words)"
@@ -253,59 +253,3 @@ def _padded(rows: Sequence[list[int]], pad: int) -> dict[str, Tensor]:
     ids = pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=pad)
     mask = pad_sequence([torch.ones(len(row), dtype=torch.int64) for row in rows], batch_first=True)
     return {"input_ids": ids, "attention_mask": mask}
-
-
-def check_batches(batches: object) -> None:
-    """Raise `InputError` if ``batches`` is a single batch or a string instead of an iterable of batches."""
-    fix = "Put a single batch into a list: `rw.audit(model, [batch])`."
-    if isinstance(batches, str):
-        fix = PASS_TEXTS
-    elif batches is None:
-        fix = f"Pass a list of batches. {PASS_TEXTS}"
-    elif isinstance(batches, Iterable) and not isinstance(batches, Tensor | Mapping):
-        return
-    got = "none" if batches is None else type(batches).__name__
-    raise InputError("`batches`", expected="an iterable of batches", got=got, fix=fix)
-
-
-def check_tokens(batch: Any, number: int) -> None:
-    """Raise `InputError` if a batch has no tokens."""
-    tensors = tensors_of(batch)
-    fix = "Leave it out: an empty text is the usual cause."
-    if tensors and not any(tensor.numel() for tensor in tensors.values()):
-        got = f"the shape {tuple(next(iter(tensors.values())).shape)}"
-        raise InputError(f"batch {number}", expected="one or more sequences with tokens", got=got, fix=fix)
-
-
-def from_texts(
-    model: nn.Module,
-    batches: object,
-    texts: object,
-    tokenizer: Callable[..., Any] | None,
-    *,
-    tokens: int,
-    batch_size: int,
-    logit_copies: float,
-) -> tuple[Iterable[Batch], list[str]]:
-    """Return batches with one sequence per text, and notes on how the texts were changed."""
-    if batches is not None:
-        raise InputError(
-            "`batches` and `texts`", expected="one of them", got="both", fix="Audit them separately."
-        )
-    fix = "Give a list of strings."
-    if not isinstance(texts, Iterable) or isinstance(texts, dict):
-        raise InputError("`texts`", expected="a list of strings", got=type(texts).__name__, fix=fix)
-    several = [texts] if isinstance(texts, str) else list(texts)
-    for number, text in enumerate(several, start=1):
-        instance_of(f"`texts`, number {number}", text, str, "a str", fix=fix)
-    if not several:
-        raise InputError("`texts`", expected="at least one text", got="none", fix=fix)
-    if not callable(tokenizer):
-        fix = "Pass `tokenizer=transformers.AutoTokenizer.from_pretrained(…)` with the name of the model."
-        expected = "the tokenizer of the model for `texts`"
-        got = "none" if tokenizer is None else type(tokenizer).__name__
-        raise InputError("`tokenizer`", expected=expected, got=got, fix=fix)
-    return model_batches(
-        model, several, tokenizer, tokens=tokens, sequences=len(several), batch_size=batch_size,
-        logit_copies=logit_copies,
-    )  # fmt: skip

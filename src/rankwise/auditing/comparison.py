@@ -17,14 +17,10 @@ from rankwise.auditing.measure_table import HEAD_MEASURES, STATE_MEASURES, HeadM
 from rankwise.auditing.records import Finding, HeadRecord, Provenance, StateRecord, last_states
 from rankwise.auditing.result import Audit
 
-SCHEMA_VERSION = 4
-"""Version of the file format, incremented if a field of a comparison changes its meaning."""
 COST = "removal_cost"
 """Name of the cost of removing a head: a measure in the unit of the loss, without a fixed range."""
 LOSS = "loss, "
 """Name of the total for the loss, to which the unit of the loss is appended."""
-INITIAL = tuple(measure.name for measure in HEAD_MEASURES if measure.name.startswith("init_"))
-"""Measures of heads that only an audit with ``at_init`` has."""
 
 R = TypeVar("R", HeadRecord, StateRecord)
 AnyMeasure = HeadMeasure | StateMeasure
@@ -90,7 +86,7 @@ class Comparison(SavedRecord):
     _command: ClassVar[str] = "compare"
 
     format: Literal["rankwise-comparison"] = "rankwise-comparison"
-    schema_version: int = SCHEMA_VERSION
+    schema_version: Literal[5] = 5
     before: Provenance
     after: Provenance
     heads: int
@@ -110,7 +106,7 @@ class Comparison(SavedRecord):
     below_rounding: int = 0
     """Number of differences that rounding alone can cause: they are not in `changes`."""
     findings: list[FindingChange] = Field(default_factory=list)
-    """Findings of both audits, sorted by outcome: new, worse, better, changed, unchanged, resolved."""
+    """Findings of both audits, sorted by outcome: new, changed, unchanged, resolved."""
     matched: list[Address] = Field(default_factory=list)
     """Heads in both audits, as the second audit names them."""
     only_before: list[Address] = Field(default_factory=list)
@@ -368,12 +364,6 @@ def cost_quantity(audit: Audit) -> str:
 def not_compared(audits: Sequence[Audit]) -> dict[str, str]:
     """Return a dict from measures that are not comparable between audits to a sentence that says why."""
     quantities = list(dict.fromkeys(map(cost_quantity, audits)))
-    have_initial = {audit.at_init is not None for audit in audits}
-    left_out = {}
-    if len(quantities) > 1:
-        listed = "; ".join(quantity or "not measured" for quantity in quantities)
-        left_out[COST] = f"Costs of removal are left out, because audits differ in them: {listed}."
-    if len(have_initial) > 1:
-        words = "Measures at initialization are left out, because some audits do not have them."
-        left_out |= dict.fromkeys(INITIAL, words)
-    return left_out
+    listed = "; ".join(quantity or "not measured" for quantity in quantities)
+    words = f"Costs of removal are left out, because audits differ in them: {listed}."
+    return {COST: words} if len(quantities) > 1 else {}

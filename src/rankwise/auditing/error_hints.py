@@ -1,57 +1,63 @@
-"""Hints on how to fix a batch on which a model raised an exception."""
+"""Errors of a model on a batch, with advice on how to fix the batch."""
 
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from rankwise._internals.batches import argument_names, map_tensors, tensors_in, tensors_of
-from rankwise._internals.forward import TRACEBACK, config_value, out_of_memory, run_model, tower_hint
+from rankwise._internals.batches import argument_names, tensors_of
+from rankwise._internals.forward import config_value, out_of_memory
 from rankwise._internals.torch_private import original_of
-from rankwise.errors import did_you_mean
+from rankwise.errors import InputError, RankwiseError, did_you_mean, first_line
 
-PASS_TEXTS = "Pass strings with their tokenizer: `rw.audit(model, texts=[…], tokenizer=tokenizer)`."
-_COLLATE = "`DataLoader(rows, batch_size=4, collate_fn=DataCollatorWithPadding(tokenizer))`"
+TRACEBACK = "Run the model on this batch alone to see the whole traceback."
 
 
-def fix_hint(model: nn.Module, batch: Any, error: Exception) -> str:
-    """Return the last sentences of an error message: how to fix a batch on which a model raised ``error``."""
-    names = argument_names(model)
-    model = original_of(model)
+@contextmanager
+def batch_errors(model: nn.Module, batch: Any, subject: str = "`batch`") -> Iterator[None]:
+    """Context manager that raises `InputError`, with advice, if a model fails on a batch."""
+    try:
+        yield
+    except RankwiseError:
+        raise
+    except Exception as error:
+        raise InputError(
+            subject,
+            expected=f"a batch that {type(model).__name__} runs on",
+            got=f"{type(error).__name__}: {first_line(error)}",
+            fix=_advice(original_of(model), batch, error),
+        ) from error
+
+
+def _advice(model: nn.Module, batch: Any, error: Exception) -> str:
     if isinstance(batch, Mapping):
-        if hint := tower_hint(model, batch, error):
-            return hint
+        towers = {"input_ids": "text_model", "pixel_values": "vision_model"}
+        given = [tower for name, tower in towers.items() if name in batch]
+        if len(given) == 1 and all(hasattr(model, tower) for tower in towers.values()):
+            return (
+                f"It reads texts and images together: add the other input, or pass `model.{given[0]}`, which "
+                "reads this data alone, to a command as module.py:function."
+            )
+        names = argument_names(model)
         unknown = [str(key) for key in batch if key not in names]
         if unknown:
             guess = did_you_mean(unknown[0], names)
             return f"`forward` has no {', '.join(unknown)}: leave them out or rename them. {guess}"
-        if batch and not tensors_in(batch):
-            tensors = '`tokenizer(texts, return_tensors="pt", padding=True)`'
-            return f"Its values are not tensors. Use {tensors}, or {_COLLATE} for rows of a data set."
         ids = batch.get("input_ids")
         if isinstance(ids, Tensor) and ids.dim() == 1:
-            return f"It is one row without a batch axis. Put rows together: {_COLLATE}."
-    elif not tensors_in(batch):
-        if isinstance(batch, str) or (_is_list(batch) and any(isinstance(item, str) for item in batch)):
-            return PASS_TEXTS
-        if _is_list(batch):
-            return (
-                "It is a row of plain Python numbers or lists: a batch is a tensor (B, T), "
-                "`[torch.tensor([row]) for row in rows]`, or padded rows with their attention_mask."
-            )
-        return f"A batch is a dict of tensors, a tuple of tensors or a tensor. {TRACEBACK}"
+            collate = "`DataLoader(rows, batch_size=4, collate_fn=DataCollatorWithPadding(tokenizer))`"
+            return f"It is one row without a batch axis. Put rows together: {collate}."
     elif isinstance(batch, tuple | list) and len(batch) > 1:
         return (
             f"The model was called with all {len(batch)} items of it: if the last are labels, pass "
             f"`[(x,) for x, *labels in batches]`. {TRACEBACK}"
         )
-    return TRACEBACK + _hint_from_numbers(model, batch, error)
+    return TRACEBACK + _advice_from_numbers(model, batch, error)
 
 
-def _hint_from_numbers(model: nn.Module, batch: Any, error: Exception) -> str:
-    """Return a hint that sizes, ids or dtypes of the batch prove, or an empty string.
+def _advice_from_numbers(model: nn.Module, batch: Any, error: Exception) -> str:
+    """Return advice that sizes, ids or dtypes of the batch prove, or an empty string.
 
     The message of the error is not read, because other errors can have the same words.
     """
@@ -68,17 +74,7 @@ def _hint_from_numbers(model: nn.Module, batch: Any, error: Exception) -> str:
         return f" Its {longest} tokens are more than the {positions} positions of the model: cut them."
     if weight is not None and any(x.is_floating_point() and x.dtype != weight.dtype for x in tensors):
         return f" Cast the batch to {weight.dtype}, the dtype of the weights."
-    if longest < 2:
-        return ""
-    half = map_tensors(batch, lambda x: x[:, : longest // 2] if x.dim() == 2 and x.shape[1] == longest else x)
-    with suppress(Exception), torch.no_grad():
-        run_model(model, half)
-        return f" It runs on the first {longest // 2} of {longest} tokens: cut them (`--tokens`)."
     return ""
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str)
 
 
 def positions_of(config: Any) -> int | None:

@@ -1,6 +1,5 @@
 """Parts of head records that describe single sequences: masks, spectra, memberships, token names, maps."""
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -29,8 +28,6 @@ class HeadExamples:
     """Singular values of the first sequence; empty if ranks were estimated."""
     membership: list[float] = field(default_factory=list)
     """Membership (weight in the head) of each token of the first sequence; empty if the mixer has none."""
-    grid: tuple[int, int] | None = None
-    """Rows and columns of patches if the tokens of ``membership`` are patches of an image."""
     named: int = 0
     """Number of sequences in which the most attended token has a name."""
     names: Counter[str] = field(default_factory=Counter)
@@ -46,7 +43,6 @@ class HeadExamples:
             mask=record.mask,
             spectrum=record.spectrum,
             membership=record.membership_map,
-            grid=record.membership_grid,
             named=record.merging.named,
             names=Counter(record.merging.names),
             attention_map=record.attention_map,
@@ -62,8 +58,7 @@ class HeadExamples:
     def merge(self, other: "HeadExamples") -> None:
         """Add examples of the same head from later sequences, except their attention map."""
         self.see_length(other.longest, other.mask)
-        if not self.membership:
-            self.membership, self.grid = other.membership, other.grid
+        self.membership = self.membership or other.membership
         self.spectrum = self.spectrum or other.spectrum
         self.named += other.named
         self.names.update(other.names)
@@ -78,19 +73,6 @@ class HeadExamples:
         names = self.names.items()
         name, count = min(names, key=lambda item: (-item[1], ", " not in item[0], item[0]), default=("", 0))
         return (name, count) if 2 * count >= self.named else ("", 0)
-
-
-def patch_grid(tokens: int, image: tuple[int, int] | None) -> tuple[int, int] | None:
-    """Return rows and columns of the ``tokens`` square patches that tile an image (height, width).
-
-    Return None if no such grid fits or ``image`` is None.
-    """
-    if image is None:
-        return None
-    height, width = image
-    rows = math.isqrt(tokens * height // width)
-    whole = rows > 0 and tokens % rows == 0 and rows * rows * width == tokens * height
-    return (rows, tokens // rows) if whole else None
 
 
 READ, WRITTEN = "input_ids", "decoder_input_ids"
@@ -163,13 +145,3 @@ def peak_names(names: TokenNames, ids: "Tensor | None", column: int, sources: in
     place = {0: "the first token", sources - 1: "the last token"}.get(column, f"token {column}")
     text = f"token {column}" if ids is None else names.text(int(ids[column]))
     return {place, text} | (set() if ids is None else {f"{text}, {place}"})
-
-
-def image_size(batch: "Batch | None") -> tuple[int, int] | None:
-    """Return height and width of the images (B, C, H, W) in a batch. Return None if there are no images."""
-    from rankwise._internals.batches import tensors_of
-
-    for tensor in tensors_of(batch).values() if batch is not None else ():
-        if tensor.dim() == 4 and tensor.is_floating_point():
-            return tensor.shape[2], tensor.shape[3]
-    return None

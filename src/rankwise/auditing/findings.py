@@ -90,9 +90,6 @@ class Rule:
     subject ``modules`` means modules of one class that were not captured for one reason."""
     decided_by: str
     """Name of the number in the evidence that says how strong the finding is."""
-    worse: Literal["higher", "lower", "neither"]
-    """Direction in which the number `decided_by` is worse. "neither": the number only shows room for
-    compression."""
     evidence: str = ""
     """Names of the record's fields that are copied to the evidence, separated by spaces."""
     shown_by: str = ""
@@ -161,7 +158,7 @@ def check_codes(codes: Sequence[str]) -> list[str]:
     return [one_of(f"code {code}", code.upper().replace("-", "_"), FINDING_RULES) for code in codes]
 
 
-@rule("REMOVABLE", about="model", decided_by="heads", worse="neither", shown_by="removal_cost")
+@rule("REMOVABLE", about="model", decided_by="heads", shown_by="removal_cost")
 def removable(measured: Measured) -> Iterator[Finding]:
     """Find the heads that can be removed together."""
     importance = measured.importance
@@ -175,7 +172,7 @@ def removable(measured: Measured) -> Iterator[Finding]:
         yield _finding("REMOVABLE", place, evidence, words, remedy=remedy)
 
 
-@rule("RANDOM_WEIGHTS", about="model", names="random weights", decided_by="weights", worse="higher")
+@rule("RANDOM_WEIGHTS", about="model", names="random weights", decided_by="weights")
 def random_weights(measured: Measured) -> Iterator[Finding]:
     """Find weights of blocks and embeddings that the checkpoint does not have."""
     about = measured.provenance
@@ -196,7 +193,7 @@ BROKEN_WEIGHTS = Remedy(
 )
 
 
-@rule("NONFINITE", about="mixer", names="NaN or infinity", decided_by="heads", worse="higher")
+@rule("NONFINITE", about="mixer", names="NaN or infinity", decided_by="heads")
 def nonfinite(measured: Measured) -> Iterator[Finding]:
     """Find mixers and token states with NaN or infinity."""
     meaning = "NaN or infinity appears here; those sequences are left out of every mean."
@@ -227,7 +224,7 @@ def nonfinite(measured: Measured) -> Iterator[Finding]:
 
 @rule(
     "COLLAPSE", about="stack", names="collapse through depth", decided_by="spread_lowest",
-    worse="lower", shown_by="spread",
+    shown_by="spread",
     remedy=Remedy(words="try which λ keeps tokens apart", code="rw.skips.recommend(audit, model, batch)"),
 )  # fmt: skip
 def collapse(measured: Measured) -> Iterator[Finding]:
@@ -267,7 +264,7 @@ def inactive_remedy(by_hand: str) -> Remedy:
 
 
 @rule(
-    "INACTIVE_BLOCK", about="layer", names="inactive blocks", decided_by="relative_update", worse="lower",
+    "INACTIVE_BLOCK", about="layer", names="inactive blocks", decided_by="relative_update",
     evidence="relative_update norm", remedy=inactive_remedy("take the block out of its list"),
 )  # fmt: skip
 def inactive_block(measured: Measured) -> Iterator[Finding]:
@@ -282,7 +279,7 @@ def inactive_block(measured: Measured) -> Iterator[Finding]:
 
 
 @rule(
-    "SINK", about="head", names="attention sinks", decided_by="max_token_mass", worse="higher",
+    "SINK", about="head", names="attention sinks", decided_by="max_token_mass",
     shown_by="max_token_mass", evidence="max_token_mass first_token_mass row_entropy", remedy=WITHOUT_HEAD,
     with_costs=True,
 )  # fmt: skip
@@ -294,7 +291,7 @@ def sink(head: HeadRecord) -> Iterator[Finding]:
 
 
 @rule(
-    "CONSTANT", about="head", names="constant heads", decided_by="row_spread", worse="lower",
+    "CONSTANT", about="head", names="constant heads", decided_by="row_spread",
     shown_by="row_spread", evidence="stable_rank row_spread", remedy=WITHOUT_HEAD, with_costs=True,
 )  # fmt: skip
 def constant(head: HeadRecord) -> Iterator[Finding]:
@@ -306,7 +303,7 @@ def constant(head: HeadRecord) -> Iterator[Finding]:
 
 
 @rule(
-    "IDENTITY", about="head", names="identity heads", decided_by="identity_distance", worse="lower",
+    "IDENTITY", about="head", names="identity heads", decided_by="identity_distance",
     shown_by="identity_distance", evidence="identity_distance effective_rank", with_costs=True,
     remedy=Remedy(
         words="replace it with a linear map of each token, the product of its output and value projections, "
@@ -320,7 +317,7 @@ def identity(head: HeadRecord) -> Iterator[Finding]:
         yield _structure("IDENTITY", head, words, severity="info")
 
 
-@rule("OVERSIZED_HEADS", about="mixer", decided_by="heads", worse="neither", shown_by="required_head_dim")
+@rule("OVERSIZED_HEADS", about="mixer", decided_by="heads", shown_by="required_head_dim")
 def oversized_heads(measured: Measured) -> Iterator[Finding]:
     """Find heads that require 1 channel to 40 % of their channels. Untrained heads require no channel."""
     every = [head for head in measured.heads if _determines_width(head)]
@@ -362,7 +359,6 @@ def _determines_width(head: HeadRecord) -> bool:
 
 @rule(
     "NOT_CAPTURED", about="modules", names="modules that were not captured", decided_by="modules",
-    worse="higher",
 )  # fmt: skip
 def not_captured(measured: Measured) -> Iterator[Finding]:
     """Find modules that look like mixers and were not captured."""

@@ -5,16 +5,13 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, overload
+from typing import overload
 
 from rankwise._internals.files import WithPage, folder_name, write_file
 from rankwise.auditing.comparison import Comparison, LayerKey, compare_two, layer_means, not_compared
 from rankwise.auditing.result import LOAD, Audit
-from rankwise.auditing.tables import Row, csv_text, data_frame, table
+from rankwise.auditing.tables import csv_text, table
 from rankwise.errors import InputError
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 
 class History(WithPage):
@@ -126,25 +123,17 @@ class History(WithPage):
             sentences.append("Losses do not compare: their kind or the data differ.")
         return sentences
 
-    def to_frame(self) -> "pd.DataFrame":
-        """Return the heads of all audits as a pandas frame; step and name precede the columns of an audit.
-
-        Raise `InputError` if pandas is not installed.
-        """
-        return data_frame(*self._table())
-
     def to_csv(self, path: str | Path) -> Path:
-        """Write the table of `to_frame` as CSV, as `Audit.to_csv` does, and return the path of the file.
+        """Write the heads of all audits as CSV, and return the path of the file.
 
-        In an existing folder, the file is ``history.csv``. Raise `InputError` if the file cannot be written.
+        Step and name precede the columns of `Audit.to_csv`. In an existing folder, the file is
+        ``history.csv``. Raise `InputError` if the file cannot be written.
         """
-        return write_file(path, csv_text(*self._table()), "table", in_folder="history.csv")
-
-    def _table(self) -> tuple[list[str], list[Row]]:
         heads = [(step, name, head) for step, (name, audit) in self._entries.items() for head in audit.heads]
         columns, rows = table("heads", [head for *_, head in heads])
         rows = [{"step": step, "name": name} | row for (step, name, _), row in zip(heads, rows, strict=True)]
-        return ["step", "name", *columns], rows
+        text = csv_text(["step", "name", *columns], rows)
+        return write_file(path, text, "table", in_folder="history.csv")
 
     def save(self, folder: str | Path) -> Path:
         """Write each audit as ``NAME/audit.json`` and an HTML page as ``index.html``, and return the folder.
@@ -167,10 +156,9 @@ class History(WithPage):
         Incomplete audits, of runs that failed, are left out with a warning. Raise `InputError` if the folder
         has no complete audit, and `RecordError` if an audit is damaged.
         """
-        folder = Path(folder)
-        audits = {path.parent.name: Audit.load(path) for path in sorted(folder.glob("*/audit.json"))}
-        complete = {name: audit for name, audit in audits.items() if audit.complete}
-        if left_out := ", ".join(name for name in audits if name not in complete):
+        audits = load_audits(Path(folder))
+        complete = {path.name: audit for path, audit in audits.items() if audit.complete}
+        if left_out := ", ".join(path.name for path, audit in audits.items() if not audit.complete):
             warnings.warn(f"incomplete audits in {folder} left out: {left_out}", UserWarning, stacklevel=2)
         if not complete:
             expected = "a folder that holds folders with a complete audit.json"
@@ -182,6 +170,13 @@ class History(WithPage):
         if not self._entries:
             return "History(no audits)"
         return f"History({len(self)} audits, {self.names[0]!r} to {self.names[-1]!r})"
+
+
+def load_audits(folder: Path) -> dict[Path, Audit]:
+    """Return the audits in the subfolders of a folder, by step, or by time if names contain no steps."""
+    audits = {str(file.parent): Audit.load(file) for file in sorted(folder.glob("*/audit.json"))}
+    by_time = sorted(audits, key=lambda name: audits[name].provenance.created)
+    return {Path(name): audits[name] for name in sort_by_step(by_time)}
 
 
 def steps_of(names: Sequence[str]) -> list[int] | None:

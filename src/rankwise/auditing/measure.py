@@ -15,7 +15,7 @@ from rankwise._internals.batches import Batch
 from rankwise._internals.linalg import float64_device
 from rankwise._internals.statistics import Floats
 from rankwise._internals.threads import map_threads
-from rankwise.auditing.examples import TokenNames, image_size, patch_grid
+from rankwise.auditing.examples import TokenNames
 from rankwise.auditing.measure_table import HEAD_MEASURES, STATE_MEASURES, mixer_kind
 from rankwise.auditing.provenance import PROBES, SEED, STEPS
 from rankwise.auditing.reference_ranks import Mask, masks_of, reference_ranks
@@ -122,7 +122,7 @@ def measure_heads(
         statistics.logits = measures.LogitMoments(*(number.cpu() for number in numbers))
         statistics.head_dim = site.operator.query.shape[-1]
         statistics.heads_per_group = site.operator.heads_per_group
-    _add_examples(statistics, measured, image_size(batch))
+    _add_examples(statistics, measured)
     if names is not None:
         peaks = [columns for sequences in measured for columns in sequences.peaks]
         for sequence in names.peaks(site, batch, peaks):
@@ -146,9 +146,7 @@ def _over_windows(values: Floats, real: NDArray[np.bool_], *, complete: bool) ->
     return np.where(count < required, np.nan, mean)
 
 
-def _add_examples(
-    statistics: HeadStatistics, batches: list[HeadBatch], image: tuple[int, int] | None
-) -> None:
+def _add_examples(statistics: HeadStatistics, batches: list[HeadBatch]) -> None:
     for batch in batches:
         lengths = batch.measures["tokens"].tolist()
         for index, example in enumerate(statistics.examples):
@@ -158,7 +156,6 @@ def _add_examples(
                 example.spectrum = example.spectrum or spectra[index]
             for memberships in batch.memberships:
                 example.membership = example.membership or memberships[index]
-            example.grid = patch_grid(len(example.membership), image) if example.membership else None
 
 
 def _batches(site: CapturedMixer, delta: float, method: RankMethod) -> Iterator[HeadBatch]:

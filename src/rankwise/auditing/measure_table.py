@@ -199,27 +199,12 @@ class HeadMeasures(Record):
         low="no direction", high="full rank", digits=2, cost="included in the numerical rank", drawn=False,
         meaning="Number of singular values at or above δ times the largest; it does not depend on the scale.",
     )] = math.nan
-    init_numerical_rank: Annotated[Number, HeadMeasure(
-        title="Rank share at initialization", short="Initial rank share", symbol="rank at initialization",
-        formula="as numerical_rank, mean over copies of the model at initialization; NaN if not requested",
-        range=RANK, share=True, low="no direction", high="full rank", digits=2, cost="one audit per seed",
-        known_only=True, console="initial\nshare", late=True, drawn=False,
-        meaning="Numerical rank of the same head before training; relative rank if the matrix has signs.",
-    )] = math.nan
     effective_rank: Annotated[Number, HeadMeasure(
         title="Effective rank", formula="exp(−Σ p_i log p_i), p = σ/Σσ", range=DIRECTIONS,
         low="few directions", high="many directions", digits=1,
         cost="one SVD, in `rank_summary` less than half", console="effective\nrank",
         meaning="Number of directions over which the spectrum is spread: exp of the entropy of σ/Σσ.",
     )]
-    init_effective_rank: Annotated[Number, HeadMeasure(
-        title="Effective rank at initialization", short="Initial effective rank",
-        symbol="effective rank at initialization",
-        formula="as effective_rank, mean over copies of the model at initialization; NaN if not requested",
-        range=DIRECTIONS, low="few directions", high="many directions", digits=1, cost="one audit per seed",
-        known_only=True, console="initial\neffective", late=True, drawn=False,
-        meaning="Effective rank of the same head before training.",
-    )] = math.nan
     stable_rank: Annotated[Number, HeadMeasure(
         title="Stable rank", formula="‖M‖_F²/σ_1²", range=DIRECTIONS, low="σ₁ dominates",
         high="many of equal size", digits=1, cost="less than half an SVD", console="stable\nrank",

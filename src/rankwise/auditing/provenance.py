@@ -188,4 +188,4 @@ def merged_provenance(abouts: Sequence[Provenance]) -> Provenance:
     fields["notes"] = list(dict.fromkeys([*fields["notes"], MERGED]))
     fields["data_digests"] = sorted(chain(*(about.data_digests for about in abouts)))
     fields["data"] = "; ".join(sorted({text for about in abouts for text in about.data.split("; ")}))
-    return abouts[0].model_copy(update=fields | {"skips_examined": False, "file_digests": {}})
+    return abouts[0].model_copy(update=fields | {"file_digests": {}})

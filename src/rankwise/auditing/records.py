@@ -17,9 +17,6 @@ from rankwise.auditing.measure_table import HeadMeasures, StateMeasures
 from rankwise.errors import strip_control
 from rankwise.importance.records import HeadImportance
 
-SCHEMA_VERSION = 4
-"""Version of the file format, incremented if a field changes; `Audit.load` refuses other versions."""
-
 Severity = Literal["info", "warning", "error"]
 SEVERITIES: dict[Severity, tuple[str, str]] = {
     "error": ("error", "errors"),
@@ -203,8 +200,6 @@ class HeadRecord(HeadMeasures, HeadOrigin):
     tokens). NaN for masks that `rankwise.theory` does not cover, and for windows above 4,096 tokens."""
     membership_map: list[Number] = Field(default_factory=list)
     """For TSSA: membership Π (weight in the head) of the first 1,024 tokens of the first sequence."""
-    membership_grid: tuple[Count, Count] | None = None
-    """Numbers of rows and columns of patches if the tokens of ``membership_map`` are patches of an image."""
     nearest_head: Count | None = None
     """Index of the head of the same site whose mixing matrix is nearest."""
     std: dict[str, Number] = Field(default_factory=dict)
@@ -388,7 +383,5 @@ class Provenance(Record):
     """Arguments of ``rankwise audit``, which commands of remedies repeat: [model], then [option, value] or
     [flag]. Empty if Python code made the audit."""
     versions: dict[str, str] = Field(default_factory=dict)
-    skips_examined: bool = False
-    """True if `rankwise.skips.recommend` has examined the skip connections."""
     notes: list[str] = Field(default_factory=list)
     """Circumstances that affect the numbers, such as active dropout or a compiled model run uncompiled."""

@@ -14,7 +14,6 @@ from rankwise._internals.records import Address
 from rankwise.auditing.findings import diagnose
 from rankwise.auditing.provenance import check_mergeable, describe_method, merged_provenance
 from rankwise.auditing.records import (
-    SCHEMA_VERSION,
     Finding,
     HeadRecord,
     InitialModels,
@@ -40,7 +39,7 @@ class Audit(SavedRecord):
     """Result of an audit: records of heads and token states, findings, and the origin of the numbers."""
 
     format: Literal["rankwise-audit"] = "rankwise-audit"
-    schema_version: int = SCHEMA_VERSION
+    schema_version: Literal[5] = 5
     complete: bool = True
     """False if the audit was interrupted or failed before the last batch."""
     provenance: Provenance
@@ -116,8 +115,8 @@ class Audit(SavedRecord):
         for address, head in (measured.heads if measured is not None else {}).items():
             fields_of_heads[address] |= {"importance": head, "removal_cost": head.cost}
         copies = list(statistics.copies.values())
-        for address, fields in (heads_at_init(statistics, copies) if copies else {}).items():
-            fields_of_heads[address] |= fields
+        for address, initial_head in (heads_at_init(statistics, copies) if copies else {}).items():
+            fields_of_heads[address]["at_init"] = initial_head
         heads = statistics.head_records(fields_of_heads)
         initial = states_at_init(copies)
         states = [

@@ -1,15 +1,15 @@
 """Audit a model: run batches, measure each mixer (module that mixes tokens), build the audit."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from rankwise._internals.batches import Batch, batch_size, drop_unused_labels, tensors_of, to_device
+from rankwise._internals.batches import Batch, batch_size, drop_unused_labels, each_batch, to_device
 from rankwise._internals.forward import (
     device_of,
     fresh_autocast_cache,
@@ -19,8 +19,7 @@ from rankwise._internals.forward import (
 from rankwise._internals.threads import exclusive, one_thread
 from rankwise._internals.torch_private import outside_transforms, uncompiled
 from rankwise.auditing.attention_maps import AttentionMapRecorder, only_flagged
-from rankwise.auditing.batches import FORWARD_COPIES, LOSS_COPIES, check_batches, check_tokens, from_texts
-from rankwise.auditing.error_hints import fix_hint
+from rankwise.auditing.error_hints import batch_errors
 from rankwise.auditing.examples import TokenNames
 from rankwise.auditing.initialization import AtInitSettings, built_words, initial_copies
 from rankwise.auditing.measure import measure_heads, measure_states, sampled
@@ -29,7 +28,7 @@ from rankwise.auditing.records import Provenance
 from rankwise.auditing.result import Audit
 from rankwise.auditing.settings import AtInitOption, AuditSettings, MapOption, Progress, RankMethod
 from rankwise.auditing.statistics import AuditStatistics, ModelStatistics
-from rankwise.errors import CaptureError, InputError, RankwiseError
+from rankwise.errors import CaptureError, RankwiseError
 from rankwise.importance import Importance, ImportanceSettings, measure_importance
 from rankwise.importance.settings import ImportanceOption
 from rankwise.measures import DELTA
@@ -41,10 +40,10 @@ class AuditError(RankwiseError):
     """Raised if the model, a batch, or a step after the batches fails during an audit.
 
     ``audit`` is the audit of the finished batches. If the first batch failed, ``audit`` is the audit of its
-    finished layers. It is None if nothing was finished.
+    finished layers. If nothing was finished, the cause is raised instead.
     """
 
-    def __init__(self, cause: RankwiseError, audit: Audit | None = None) -> None:
+    def __init__(self, cause: RankwiseError, audit: Audit) -> None:
         super().__init__(cause.subject, expected=cause.expected, got=cause.got, fix=cause.fix)
         self.audit = audit
 
@@ -52,13 +51,10 @@ class AuditError(RankwiseError):
 @exclusive
 def audit(
     model: nn.Module,
-    batches: Iterable[Batch] | None = None,
+    batches: Iterable[Batch],
     delta: float = DELTA,
     *,
-    texts: str | Sequence[str] | None = None,
     tokenizer: Callable[..., Any] | None = None,
-    tokens: int = 256,
-    batch_size: int = 4,
     rank_method: RankMethod = "auto",
     sites: Mapping[str, OperatorFunction] | None = None,
     blocks: str | None = None,
@@ -83,14 +79,11 @@ def audit(
     Args:
         model: any `torch.nn.Module`.
         batches: dicts (``model(**batch)``), tuples (``model(*batch)``) or tensors (``model(batch)``), such as
-            a DataLoader. Labels that the model does not accept are left out. Batches are kept in memory only
-            if ``importance`` or ``at_init`` runs them again.
+            a DataLoader or the result of `text_batches`. Labels that the model does not accept are left out.
+            Batches are kept in memory only if ``importance`` or ``at_init`` runs them again.
         delta: threshold δ: the numerical rank counts singular values of at least δ.
-        texts: strings to use instead of batches; each becomes one sequence, padded on the right.
-        tokenizer: tokenizer of ``texts``, such as one of transformers. It also names tokens in findings and
-            attention maps if it has a method ``decode``. Without this method, tokens are shown as ids.
-        tokens: maximum number of tokens per text. If the model accepts fewer tokens, its limit is used.
-        batch_size: texts per batch.
+        tokenizer: object whose method ``decode`` names tokens in findings and attention maps. Without it,
+            tokens are shown as ids.
         rank_method: "exact", "estimate" or "auto". Estimates (`estimate_spectrum`) have standard errors, and
             intervals if they only bound a rank. "auto" is exact for float64 matrices of at most 512 MiB
             (T = S = 8,192) and estimates the ranks of larger matrices.
@@ -115,9 +108,9 @@ def audit(
 
     Raises:
         AuditError: if the model or a batch fails, or importance or ``at_init`` cannot be measured. The
-            attribute ``audit`` contains the finished measurements, or is None.
+            attribute ``audit`` contains the finished measurements.
         CaptureError: if no mixing operator is found.
-        InputError: if an option is wrong, no batch is passed, or both batches and texts are passed.
+        InputError: if an option is wrong, no batch is passed, or the model fails before it mixes tokens.
         InitializationError: before anything is measured, if ``at_init`` is requested and the model cannot be
             built at initialization.
 
@@ -133,21 +126,15 @@ def audit(
         attention_maps=attention_maps, importance=importance, loss=loss, at_init=at_init,
         provenance=provenance, on_progress=on_progress,
     )  # fmt: skip
-    notes: list[str] = []
-    if texts is not None and isinstance(model := without_copies(model), nn.Module):
-        copies = LOSS_COPIES if importance or loss else FORWARD_COPIES
-        sizes = {"tokens": tokens, "batch_size": batch_size, "logit_copies": copies}
-        batches, notes = from_texts(model, batches, texts, tokenizer, **sizes)
-    check_batches(batches if texts is None else ())
-    run = Run(without_copies(model), settings, notes)
-    run.run(() if batches is None else batches)
+    run = Run(without_copies(model), settings)
+    run.run(batches)
     return run.audit()
 
 
 class Run:
     """Audit in progress, of a model or of a copy of the model at initialization."""
 
-    def __init__(self, model: nn.Module, settings: AuditSettings, notes: Sequence[str] = ()) -> None:
+    def __init__(self, model: nn.Module, settings: AuditSettings) -> None:
         self.model, self.settings, self.started = model, settings, perf_counter()
         self.names = TokenNames(settings.tokenizer)
         self.maps = None if settings.maps is None else AttentionMapRecorder(settings.maps, self.names)
@@ -157,7 +144,7 @@ class Run:
         """Statistics of finished batches."""
         self.batch_statistics = ModelStatistics()
         """Statistics of the current batch, merged when the batch has finished."""
-        self.notes = list(notes)
+        self.notes: list[str] = []
         self.batches = self.sequences = 0
         self.data = DataDigest()
         self.complete = True
@@ -176,7 +163,7 @@ class Run:
         if at_init is not None:
             next(initial_copies(self.model, at_init))  # a copy that cannot be built fails before measuring
         if at_init is not None or importance is not None:
-            batches = list(batches)
+            batches = list(each_batch(batches))
         with sharded_again(self.model), fresh_autocast_cache(), ExitStack() as stack:
             stack.enter_context(uncompiled())
             if isinstance(self.model, nn.Module) and compiled_modules(self.model):
@@ -184,40 +171,33 @@ class Run:
             capturing = capture(self.model, on_mixer=self._mixer, on_state=self._state, **self.where)
             try:
                 with capturing as self.trace, torch.no_grad():
-                    self._run_all(iter(batches), device_of(self.model))
+                    self._run_all(batches, device_of(self.model))
             except KeyboardInterrupt:
                 if not self._keep_finished():
                     raise
                 self.notes.append(f"interrupted from the keyboard after {self.batches} whole batches")
-            except CaptureError:
-                raise
             except Exception as error:
-                kept = self._keep_finished()
-                described = self._describe(error)
-                if described is error and not kept:
+                if isinstance(error, CaptureError) or not self._keep_finished():
                     raise
-                raise self._failed(described, kept) from error
+                raise self._failed(error, f"batch {self.batches + 1}", "a batch") from error
             if at_init is not None and self.complete:
                 self._measure_at_init(batches, at_init)
             if importance is not None and self.complete:
                 self._measure_importance(batches, importance)
 
-    def _run_all(self, batches: Iterator[Any], device: torch.device) -> None:
-        for given in batches:
+    def _run_all(self, batches: Iterable[Any], device: torch.device) -> None:
+        for given in each_batch(batches):
             batch, left_out = drop_unused_labels(self.model, given)
             if left_out:
                 self._note(left_out)
             self._batch = batch
-            check_tokens(batch, self.batches + 1)
-            run_model(self.model, to_device(batch, device))
+            with batch_errors(self.model, batch, f"`batches`, batch {self.batches + 1}"):
+                run_model(self.model, to_device(batch, device))
             self._take_batch()
             self.batches += 1
             self.sequences += batch_size(batch)
             self.data.add(batch)
             self._batch = None
-        if not self.batches:
-            fix = "Pass a list of batches; an iterator that was read before yields none."
-            raise InputError("`batches`", expected="at least one batch", got="none", fix=fix)
 
     def _mixer(self, captured: CapturedMixer) -> None:
         with _measuring(captured.name), one_thread():  # one thread per matrix; matrices run in parallel
@@ -280,7 +260,7 @@ class Run:
                 f"{len(self.copies)} seeds at initialization only: interrupted from the keyboard"
             )
         except Exception as error:
-            raise self._step_failed(error, "at_init", "an audit at initialization") from error
+            raise self._failed(error, "at_init", "an audit at initialization") from error
 
     def _for_copy(self, name: str) -> AuditSettings:
         """Return the settings for auditing a copy, without steps that only the model itself needs."""
@@ -303,7 +283,7 @@ class Run:
             self.complete = False
             self.notes.append("importance not measured: interrupted from the keyboard")
         except Exception as error:
-            raise self._step_failed(error, "importance", "the model's loss without its heads") from error
+            raise self._failed(error, "importance", "the model's loss without its heads") from error
 
     def audit(self) -> Audit:
         """Return the audit of all that was measured so far: batches, copies, importance and origin."""
@@ -331,30 +311,13 @@ class Run:
         notes = list(dict.fromkeys((*self.notes, *missing, *self.trace.notes, *given.get("notes", ()))))
         return provenance_of(self.model, measured, {**given, "notes": notes})
 
-    def _describe(self, error: Exception) -> RankwiseError:
-        """Return an error that names the batch and suggests a fix. Return a `RankwiseError` unchanged."""
-        model, batch, number = type(self.model).__name__, self._batch, self.batches + 1
-        if isinstance(error, RankwiseError):
-            return error
-        subject, got = f"batch {number}", f"{type(error).__name__}: {error}"
-        if batch is None:
-            fix = "Iterate over the batches alone to see the whole traceback."
-            return RankwiseError(subject, expected="a batch", got=got, fix=fix)
-        shapes = [f"{name} {tuple(value.shape)}" for name, value in tensors_of(batch).items()]
-        shapes = [str(tuple(batch.shape))] if isinstance(batch, Tensor) else shapes
-        expected = f"a forward pass of {model} over {', '.join(shapes) or type(batch).__name__}"
-        return RankwiseError(subject, expected=expected, got=got, fix=fix_hint(self.model, batch, error))
-
-    def _step_failed(self, error: Exception, subject: str, expected: str) -> AuditError:
-        """Return the error of a step after the batches, with the audit of all batches as ``audit``."""
+    def _failed(self, error: Exception, subject: str, expected: str) -> AuditError:
+        """Return an error with the audit of everything that was measured before."""
         if not isinstance(error, RankwiseError):
             got = f"{type(error).__name__}: {error}"
             fix = f"Audit without {subject}, or with smaller batches if memory ran out."
             error = RankwiseError(subject, expected=expected, got=got, fix=fix)
-        return self._failed(error, kept=True)
-
-    def _failed(self, error: RankwiseError, kept: bool) -> AuditError:
-        return AuditError(error, self.audit() if kept else None)
+        return AuditError(error, self.audit())
 
 
 @contextmanager

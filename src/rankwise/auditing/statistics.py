@@ -45,7 +45,6 @@ COUNTS = ("nonfinite_sequences", "estimated_sequences")
 STATES = ("tokens", *(row.name for row in STATE_MEASURES))
 AT_INIT = [*(row.name for row in HEAD_MEASURES if not row.late), "nearest_head_distance"]
 """Measures of heads at initialization: measures of the mixing matrix, but not importance."""
-NUMERICAL_RANK = next(row for row in HEAD_MEASURES if row.name == "numerical_rank")
 
 
 @dataclass
@@ -128,8 +127,6 @@ class HeadStatistics:
             counts |= {f"stderr of {name}": int(errors[name][0][index]) for name in ERRORS}
             example = self.examples[index]
             peak, peak_sequences = example.peak
-            # a membership map of only a part of the tokens does not fill the grid
-            grid = example.grid if len(example.membership) == example.longest else None
             fields: dict[str, Any] = {name: float(mean[index]) for name, (_, mean, _) in numbers.items()}
             record = HeadRecord(
                 **fields,
@@ -138,7 +135,7 @@ class HeadStatistics:
                 heads_per_group=self.heads_per_group,
                 mask=example.mask, sequences=sequences, estimated_sequences=estimated,
                 nonfinite_sequences=int(self.nonfinite_sequences[index]),
-                membership_map=example.membership, membership_grid=grid,
+                membership_map=example.membership,
                 nearest_head=nearest[index], nearest_head_distance=float(distance[index]),
                 required_head_dim=float(needed[index]),
                 std={name: float(std[index]) for name, (_, _, std) in numbers.items() if name not in SIZES},
@@ -355,13 +352,13 @@ class AuditStatistics(ModelStatistics):
         )  # fmt: skip
 
 
-def heads_at_init(model: ModelStatistics, copies: Sequence[ModelStatistics]) -> dict[Address, dict[str, Any]]:
-    """Return the fields of heads that copies at initialization determine, by the address of the head.
+def heads_at_init(model: ModelStatistics, copies: Sequence[ModelStatistics]) -> dict[Address, AtInit]:
+    """Return the measures of heads in copies at initialization, by the address of the head.
 
     Heads without a finite measure in any copy are left out.
     """
     records_of_copies = [_heads(copy) for copy in copies]
-    fields = {}
+    initial = {}
     for address, record in _heads(model).items():
         records = [heads[address] for heads in records_of_copies if address in heads]
         records = [head for head in records if head.sequences]
@@ -369,13 +366,8 @@ def heads_at_init(model: ModelStatistics, copies: Sequence[ModelStatistics]) -> 
             continue
         spectra = [head.spectrum for head in records if len(head.spectrum) == len(record.spectrum)]
         spectrum = np.mean(spectra, axis=0).tolist() if spectra else []
-        initial = AtInit(seeds=len(records), **_moments(records, AT_INIT), spectrum=spectrum)
-        fields[address] = {
-            "at_init": initial,
-            "init_numerical_rank": initial.mean[NUMERICAL_RANK.shown_field(record)],
-            "init_effective_rank": initial.mean["effective_rank"],
-        }
-    return fields
+        initial[address] = AtInit(seeds=len(records), **_moments(records, AT_INIT), spectrum=spectrum)
+    return initial
 
 
 def states_at_init(copies: Sequence[ModelStatistics]) -> dict[tuple[str, int], AtInit]:

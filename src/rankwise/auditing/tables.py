@@ -18,11 +18,8 @@ Row = dict[str, Any]
 Records = Literal["heads", "states", "findings", "uncaptured"]
 """Kinds of records of an audit: fields of `Audit`."""
 
-COPIES = ("init_numerical_rank", "init_effective_rank", "removal_cost")
-"""Measures without columns of their own, because ``importance_*`` and ``at_init_*`` contain them."""
-
 _MEASURES = {
-    "heads": [measure.name for measure in HEAD_MEASURES if measure.name not in COPIES],
+    "heads": [measure.name for measure in HEAD_MEASURES if measure.name != "removal_cost"],
     "states": [measure.name for measure in STATE_MEASURES],
 }
 _BEFORE = {

@@ -233,8 +233,6 @@ def audit_one(job: AuditJob, out: Path, command: str, *, verbose: bool) -> tuple
         try:
             result, interrupted = measure(job, say, {"command": command})
         except AuditError as failed:
-            if failed.audit is None:
-                raise
             result, interrupted, error = failed.audit, False, failed
     write_report(result, out, verbose=verbose)
     if interrupted:

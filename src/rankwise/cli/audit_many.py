@@ -88,7 +88,7 @@ def audit_many(
                         continue
                     failures[job] = result
                     print(f"rankwise: {names[job]}: {result}", file=sys.stderr)
-                    if isinstance(result, AuditError) and result.audit is not None:
+                    if isinstance(result, AuditError):
                         cut = result.audit.model_copy(update={"complete": False})  # so --resume repeats it
                         write_report(cut, out / names[job], brief=True)
                         partial[names[job]] = cut

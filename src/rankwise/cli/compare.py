@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
 HELP = """Show the changes from one audit to another, or over any number of audits.
 
-For two audits, the command shows which findings are new, worse, better, unchanged or resolved. Then it shows
-the changes of layers and the largest changes of heads. For more audits, or a folder with the audits of
+For two audits, the command shows which findings are new, changed, unchanged or resolved. Then it shows the
+changes of layers and the largest changes of heads. For more audits, or a folder with the audits of
 checkpoints, it shows a history with one row per audit. With --out it also writes a page with curves.
 
 [bold]Examples[/bold]
@@ -74,7 +74,8 @@ def _load(given: list[Path]) -> list[tuple[Path, "Audit"]]:
     Audits in subfolders are sorted by step, or by time if names contain no steps. Incomplete audits in
     subfolders are left out with a message. Raise `InputError` if fewer than two audits remain.
     """
-    from rankwise.auditing import Audit, sort_by_step
+    from rankwise.auditing import Audit
+    from rankwise.auditing.history import load_audits
     from rankwise.cli.output import is_of_audit
     from rankwise.errors import InputError
 
@@ -82,16 +83,12 @@ def _load(given: list[Path]) -> list[tuple[Path, "Audit"]]:
     for path in given:
         if is_of_audit(path) and path.name != "audit.json":  # DIR/* also names the page of several audits
             continue
-        folders = sorted(file.parent for file in path.glob("*/audit.json"))
-        if not folders or (path / "audit.json").exists():
-            loaded.append((path, Audit.load(path)))
-            continue
-        inside = {str(folder): Audit.load(folder) for folder in folders}
-        for name in sort_by_step(sorted(inside, key=lambda name: inside[name].provenance.created)):
-            if inside[name].complete:
-                loaded.append((Path(name), inside[name]))
+        inside = {} if (path / "audit.json").exists() else load_audits(path)
+        for folder, audit in (inside or {path: Audit.load(path)}).items():
+            if audit.complete or not inside:
+                loaded.append((folder, audit))
             else:
-                print(f"rankwise: {name} is left out: it is incomplete", file=sys.stderr)
+                print(f"rankwise: {folder} is left out: it is incomplete", file=sys.stderr)
     if len(loaded) < 2:
         subject, got = "audits", ", ".join(str(path) for path, _ in loaded) or "none"
         fix = "Pass another audit, or a folder with several."

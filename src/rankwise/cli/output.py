@@ -1,5 +1,6 @@
 """Prepare folders, show progress, print results and write reports for all commands."""
 
+import json
 import os
 import shlex
 import sys
@@ -13,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from rankwise._internals.files import locked, parse_json, writable_folder
+from rankwise._internals.files import locked, writable_folder
 from rankwise.cli.options import FOUND
 from rankwise.errors import InputError, RankwiseError
 
@@ -123,7 +124,7 @@ def print_results(
 def keep_finished(record: Path, complete: bool) -> Path:
     """Return the folder for a new record: a subfolder if an incomplete one would replace a complete one."""
     with suppress(OSError, ValueError, AttributeError):  # the old record may be damaged
-        if not complete and parse_json(record.read_text("utf-8")).get("complete", True):
+        if not complete and json.loads(record.read_bytes()).get("complete", True):
             folder = record.parent / "incomplete"
             print(f"rankwise: {record} is complete and kept; see {folder} for this run", file=sys.stderr)
             return folder

@@ -11,7 +11,6 @@ from torch import nn
 
 from rankwise._internals.batches import batch_size, each_batch, to_device
 from rankwise._internals.forward import (
-    batch_errors,
     config_value,
     device_of,
     eval_mode,
@@ -21,7 +20,7 @@ from rankwise._internals.forward import (
 )
 from rankwise._internals.statistics import mean
 from rankwise._internals.threads import exclusive
-from rankwise.auditing.error_hints import fix_hint
+from rankwise.auditing.error_hints import batch_errors
 from rankwise.compression import DEFAULT_PARTS, PARTS
 from rankwise.compression.evaluate import evaluate, snapshot
 from rankwise.compression.records import Compression, LayerCost
@@ -274,7 +273,7 @@ def _count_tokens(model: nn.Module, batches: list[Any], name: str) -> int:
     total = 0
     for number, batch in enumerate(batches, start=1):
         sites: list[CapturedMixer] = []
-        failures = batch_errors(model, batch, fix_hint, f"`{name}`, batch {number}")
+        failures = batch_errors(model, batch, f"`{name}`, batch {number}")
         with failures, torch.no_grad(), capture(model, on_mixer=sites.append):
             run_model(model, to_device(batch, device_of(model)))
         total += int(sites[0].valid_tokens.sum()) if sites else 0

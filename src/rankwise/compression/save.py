@@ -28,7 +28,7 @@ from transformers.quantizers.auto import (
 )
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from rankwise._internals.files import check_unused, parse_json, write_files
+from rankwise._internals.files import check_unused, write_files
 from rankwise._internals.forward import Change, config_value, preserve_random_state
 from rankwise.compression import heads_modules, kv_modules, width_modules
 from rankwise.compression.heads_modules import RemovedHeads
@@ -336,7 +336,7 @@ def _read_json(path: Path) -> Any:
     fix = "Check the folder; for a module that is not from transformers, pass `model=`."
     data = readable_file(path, "JSON of a compressed model", fix=fix)
     try:
-        return parse_json(data.decode("utf-8"))
+        return json.loads(data)
     except ValueError as error:
         raise InputError(
             f"file {path}", expected="JSON of a compressed model", got=first_line(error), fix=fix

@@ -14,9 +14,9 @@ from jaxtyping import Bool
 from torch import Tensor, nn
 
 from rankwise._internals.batches import first_sequences, map_tensors, tensors_in, to_device
-from rankwise._internals.forward import HALF, Change, batch_errors, device_of, in_float32, run_model
+from rankwise._internals.forward import HALF, Change, device_of, in_float32, run_model
 from rankwise._internals.linalg import as_float64
-from rankwise.auditing.error_hints import fix_hint
+from rankwise.auditing.error_hints import batch_errors
 from rankwise.compression.records import HeadWidth, LatentRank
 from rankwise.errors import CompressionError, first_line
 from rankwise.importance.losses import CHUNK, real_outputs
@@ -82,7 +82,7 @@ def find_part(name: str, model: nn.Module, batch: Any) -> Found[Any]:
     effect of a rotation, or of a change next to a large bias, is as small as rounding.
     """
     short = to_device(first_sequences(batch, 2), device_of(model))
-    with batch_errors(model, short, fix_hint, "`batches`, batch 1"):
+    with batch_errors(model, short, "`batches`, batch 1"):
         output = main_output(model, short)
     check_finite(model, output)
     with in_float32(model):

@@ -23,7 +23,6 @@ from rankwise._internals.forward import (
 from rankwise._internals.records import grouped
 from rankwise._internals.torch_private import preserve_state
 from rankwise.auditing import Audit, audit
-from rankwise.auditing.batches import check_tokens
 from rankwise.auditing.comparison import layer_means
 from rankwise.auditing.findings import check_codes
 from rankwise.auditing.history import History
@@ -142,10 +141,9 @@ class RankMonitor:
         Return None if no audit is due or the audit failed.
 
         Raises:
-            AuditError: at the first call, if the model fails on the probe, except for lack of memory.
             CaptureError: at the first call, if no mixer of the model can be captured.
             InputError: if the step is not a whole number. At the first call, if the folder cannot be used or
-                a batch of the probe has no tokens.
+                the model fails on the probe, except for lack of memory.
             KeyboardInterrupt: if Ctrl-C interrupts the audit, which is then discarded.
         """
         step, first = _step_number(step), self._last_step is None
@@ -247,9 +245,7 @@ class RankMonitor:
         return self._audit_folder.finish(self.history)
 
     def _begin(self, model: nn.Module, step: int) -> None:
-        """Check the probe and the folder at the first step, and read the audits of a resumed run."""
-        for number, batch in enumerate(self.batches, 1):
-            check_tokens(batch, number)
+        """Check the folder at the first step, and read the audits of a resumed run."""
         if self._audit_folder is not None:
             for earlier, saved in self._audit_folder.begin(
                 step, resume=self._resume, writes=_is_first_process()

@@ -133,7 +133,7 @@ def _layers_in_words(audit: Audit, grids: Sequence[Grid]) -> list[Table]:
             heads = [audit.heads[index] for index in row.cells.values()]
             rows[name if len(grids) == 1 else f"{grid.title} {name}"] = {
                 "attention\nrank": _mean_rank_share(heads),
-                "at\ninitialization": _mean_share("init_numerical_rank", heads),
+                "at\ninitialization": _initial_share(heads),
                 "random\nheads": _mean_share("random_rank", heads),
                 "spread\nafter": _spread_words(spread.get((grid.stack, row.layer + 1), math.nan)),
                 **_removal_costs(audit, heads),
@@ -252,6 +252,11 @@ def _texts(name: str, heads: Sequence[HeadRecord]) -> str:
 
 def _mean_share(field: str, heads: Sequence[HeadRecord]) -> str:
     return format_number(mean(share(getattr(head, field), head) for head in heads), 2)
+
+
+def _initial_share(heads: Sequence[HeadRecord]) -> str:
+    drawn = [(head, head.at_init.mean) for head in heads if head.at_init]
+    return format_number(mean(share(ranks[RANK.shown_field(head)], head) for head, ranks in drawn), 2)
 
 
 def _layer_number(measure: HeadMeasure, heads: Sequence[HeadRecord]) -> str:

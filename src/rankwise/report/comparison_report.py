@@ -34,10 +34,8 @@ MOST_CELLS = 2**15
 MOST_CHANGES, MOST_PLACES = 50, 10
 _OUTCOMES = {
     "new": "Only in the second audit.",
-    "worse": "More severe, earlier, about more heads, or farther beyond its threshold.",
-    "better": "The opposite of worse.",
-    "changed": "Its number differs; neither direction is worse.",
-    "unchanged": "The same within two standard errors over the sequences.",
+    "changed": "Its severity, place or number differs.",
+    "unchanged": "The same up to rounding.",
     "resolved": "Only in the first audit.",
 }
 _FIRST = {

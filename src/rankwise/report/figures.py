@@ -264,40 +264,25 @@ def membership_maps(grids: Sequence[Grid], heads: Sequence[HeadRecord]) -> list[
 
 def _has_memberships(row: Row, heads: Sequence[HeadRecord]) -> bool:
     layer = [heads[index] for index in row.cells.values()]
-    shapes = {(len(head.membership_map), head.membership_grid) for head in layer}
-    return len(shapes) == 1 and bool(layer[0].membership_map)
+    lengths = {len(head.membership_map) for head in layer}
+    return len(lengths) == 1 and bool(layer[0].membership_map)
 
 
 def _membership_map(grid: Grid, number: int, row: Row, heads: Sequence[HeadRecord], largest: float) -> Figure:
     layer = {head: heads[row.cells[head]] for head in sorted(row.cells)}
     shares = [[float(f"{share:.3g}") for share in head.membership_map] for head in layer.values()]
-    shape = next(iter(layer.values())).membership_grid
-    z: list[list[float | None]] = [list(line) for line in shares]
-    x: list[str] = [str(token) for token in range(len(shares[0]))]
-    y = [f"head {head}" for head in layer]
-    hover, axis = "%{y}, token %{x}", {"title": {"text": "token"}, "nticks": 16, "type": "category"}
-    height, scale, how = 72 + 22 * len(z), {}, "heads as rows, tokens as columns"
-    if shape:
-        rows, columns = shape
-        # an empty column separates the pictures of two heads
-        spans = [slice(line * columns, (line + 1) * columns) for line in range(rows)]
-        z = [[pixel for image in shares for pixel in [*image[span], None]][:-1] for span in spans]
-        x = [f"head {head}, column {c}" for head in layer for c in (*range(columns), "–")][:-1]
-        y = [f"row {line}" for line in range(rows)]
-        hover, axis, scale = "%{x}, %{y}", {"visible": False, "type": "category"}, {"visible": False}
-        height = 60 + min(320, max(80, 900 * rows // len(x)))
-        how = "each head a copy of the picture, from head 0 on the left"
+    x, y = [str(token) for token in range(len(shares[0]))], [f"head {head}" for head in layer]
     trace = {
-        "type": "heatmap", "x": x, "y": y, "z": z, "zmin": 0, "zmax": largest, "hoverongaps": False,
-        "hovertemplate": f"{hover}<br>Π %{{z}}<extra></extra>", "meta": {"scale": "ramp"},
+        "type": "heatmap", "x": x, "y": y, "z": shares, "zmin": 0, "zmax": largest,
+        "hovertemplate": "%{y}, token %{x}<br>Π %{z}<extra></extra>", "meta": {"scale": "ramp"},
     }  # fmt: skip
     layout = {
-        "height": height,
+        "height": 72 + 22 * len(shares),
         "margin": {"l": 8, "r": 8, "t": 8, "b": 8},
-        "xaxis": axis,
-        "yaxis": {"autorange": "reversed", "type": "category", **scale},
+        "xaxis": {"title": {"text": "token"}, "nticks": 16, "type": "category"},
+        "yaxis": {"autorange": "reversed", "type": "category"},
     }
-    caption = f"{grid.title} · {how}; the scale ends at {largest:.2f}"
+    caption = f"{grid.title} · heads as rows, tokens as columns; the scale ends at {largest:.2f}"
     layers = [other.layer for other in grid.rows]
     title = f"layer {row.layer}" if layers.count(row.layer) == 1 else f"layer {row.layer}, {row.site}"
     return Figure(f"memberships-{number}", title, [trace], layout, caption)

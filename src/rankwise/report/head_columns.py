@@ -22,8 +22,6 @@ from rankwise.auditing.measure_table import (
 from rankwise.auditing.records import HeadRecord
 from rankwise.report.format import count, round_for_page
 
-INITIAL = "init_"
-"""Prefix of the names of measures of the same head at initialization."""
 _NOTES = {
     "one_hot_rank": "Every row picks one token at random, under the head's mask. This is not an untrained "
     "model: its rows weigh many tokens. It does not bound the rank of a head.",
@@ -124,7 +122,7 @@ def head_columns(heads: Sequence[HeadRecord]) -> list[Column]:
     """Return one column per measure that some head has, each followed by its references, in display order."""
     columns: list[Column] = []
     for measure in HEAD_MEASURES:
-        if measure.name.startswith(INITIAL) or not measure.known_in(heads):
+        if not measure.known_in(heads):
             continue
         column = measure_column(measure, heads)
         if not measure.kinds or any(map(math.isfinite, column.values)):
@@ -181,7 +179,7 @@ def _at_initialization(measure: HeadMeasure, heads: Sequence[HeadRecord]) -> Col
         pairs.append((share(middle, head), share(std, head)) if measure.share else (middle, std))
     seeds = max((head.at_init.seeds for head in heads if head.at_init is not None), default=0)
     return Column(
-        name=f"{INITIAL}{measure.name}",
+        name=f"init_{measure.name}",
         share=measure.share,
         title=f"{measure.title} at initialization",
         short_title=f"{measure.head} at initialization",

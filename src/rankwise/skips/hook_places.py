@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rankwise._internals.batches import Batch
-from rankwise._internals.forward import batch_errors
-from rankwise.auditing.error_hints import fix_hint
+from rankwise.auditing.error_hints import batch_errors
 from rankwise.errors import SkipError, instance_of
 from rankwise.skips.hooks import Argument, Key, items
 from rankwise.skips.residual_sums import (
@@ -124,7 +123,7 @@ def find_places(model: nn.Module, example: Batch) -> tuple[list[SkipPlace], list
     Several calls of a module in a forward pass belong to the same place. A norm outside of the block counts
     as the norm of the place only if every sum has a reader. Otherwise the norm is the final norm of a stack.
     """
-    with batch_errors(model, example, fix_hint):
+    with batch_errors(model, example):
         residuals, record = find_residuals(model, example)
     located, missed = [], []
     for residual in residuals:

@@ -11,11 +11,11 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from rankwise._internals.batches import Batch, tensors_in, tensors_of
-from rankwise._internals.forward import Change, batch_errors, run_model
+from rankwise._internals.forward import Change, run_model
 from rankwise._internals.linalg import as_float64, float64_device
 from rankwise._internals.records import grouped
 from rankwise._internals.torch_private import without_forward_hooks
-from rankwise.auditing.error_hints import fix_hint
+from rankwise.auditing.error_hints import batch_errors
 from rankwise.errors import SkipError
 from rankwise.importance.losses import real_tokens
 from rankwise.skips.hook_places import SkipPlace, find_places, skip_places
@@ -91,7 +91,7 @@ def observe(
 
     norms = {place.norm for place in places} - {""}
     recording, scaled = record_calls(model, norms, copy=True), with_lambdas(model, places, lambdas, record)
-    with batch_errors(model, batch, fix_hint), scaled, recording as calls, probe_mode(model), torch.no_grad():
+    with batch_errors(model, batch), scaled, recording as calls, probe_mode(model), torch.no_grad():
         run_model(model, batch)
     by_site = grouped(skips, lambda skip: skip.place.name)
     if missing := unlike | {place.name for place in places} - set(by_site):

@@ -17,10 +17,10 @@ from rankwise._internals.batches import (
     first_sequences,
     to_device,
 )
-from rankwise._internals.forward import batch_errors, device_of, run_model
+from rankwise._internals.forward import device_of, run_model
 from rankwise._internals.records import grouped
 from rankwise._internals.threads import exclusive
-from rankwise.auditing.error_hints import fix_hint
+from rankwise.auditing.error_hints import batch_errors
 from rankwise.auditing.findings import COLLAPSE_FALL, INACTIVE_TURN, collapse_words, inactive_remedy
 from rankwise.auditing.measure import measure_states
 from rankwise.auditing.records import SEVERITY_ORDER, Address, Finding, Remedy, StateRecord
@@ -223,8 +223,8 @@ def recommend(audit: AuditT, model: nn.Module, batch: Batch, loss: LossOfModel |
         >>> import torch, rankwise as rw
         >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
         >>> tokens = torch.randn(2, 9, 8)
-        >>> rw.skips.recommend(rw.audit(layer, [tokens]), layer, tokens).provenance.skips_examined
-        True
+        >>> rw.skips.recommend(rw.audit(layer, [tokens]), layer, tokens).findings
+        []
     """
     _check(audit, model, batch)
     inputs, _ = drop_unused_labels(model, batch)
@@ -235,7 +235,7 @@ def recommend(audit: AuditT, model: nn.Module, batch: Batch, loss: LossOfModel |
     built_in = own_skips(model)
     skips = bool(skip_places(model) or built_in)
     if collapsed or skips:
-        with batch_errors(model, sample, fix_hint), probe_mode(model), torch.no_grad():
+        with batch_errors(model, sample), probe_mode(model), torch.no_grad():
             run_model(model, sample)
         check_traceable(model)
         places, _ = places_in(model, sample)
@@ -281,7 +281,7 @@ def recommend(audit: AuditT, model: nn.Module, batch: Batch, loss: LossOfModel |
                 findings[index] = finding.model_copy(update={"remedy": steps})
         if any("lambda_tried" in finding.evidence for finding in findings):
             notes.append(TRAINS)
-    about = audit.provenance.model_copy(update={"skips_examined": True, "notes": notes})
+    about = audit.provenance.model_copy(update={"notes": notes})
     ordered = sorted(findings, key=lambda finding: SEVERITY_ORDER[finding.severity])
     return audit.model_copy(update={"findings": ordered, "provenance": about})
 
@@ -311,7 +311,7 @@ def _states(model: nn.Module, batches: Iterable[Batch]) -> list[StateRecord]:
 
     with probe_mode(model), torch.no_grad(), capture(model, on_mixer=lambda _: None, on_state=note):
         for batch in each_batch(batches):
-            with batch_errors(model, batch, fix_hint):
+            with batch_errors(model, batch):
                 run_model(model, batch)
     return [states.to_record() for states in statistics.states.values()]
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from rankwise._internals.batches import Batch
-from rankwise._internals.files import parse_json, write_file
+from rankwise._internals.files import write_file
 from rankwise._internals.torch_private import original_name
 from rankwise.errors import SkipError, first_line, instance_of
 from rankwise.skips.add import Skips, add_lambda_skip, check_skips, check_values, remove_lambda_skip, skips_of
@@ -103,7 +103,7 @@ def load_skips(
         raise SkipError(f"model {type(model).__name__}", expected="a model without λ-skips", got=got, fix=fix)
     path = folder / FACTS
     try:
-        facts = SkipFacts.model_validate(parse_json(path.read_text("utf-8")))
+        facts = SkipFacts.model_validate_json(path.read_bytes())
         path = folder / NUMBERS
         numbers = load_file(path)
     except (OSError, ValueError, SafetensorError) as error:  # pydantic raises a ValueError

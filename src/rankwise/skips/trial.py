@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from rankwise._internals.batches import Batch, drop_unused_labels, each_batch, to_device
-from rankwise._internals.forward import batch_errors, device_of
+from rankwise._internals.forward import device_of
 from rankwise._internals.parameters import parameter_groups
-from rankwise.auditing.error_hints import fix_hint
+from rankwise.auditing.error_hints import batch_errors
 from rankwise.errors import InputError, in_range, whole_number
 from rankwise.importance.loss_choice import model_loss
 from rankwise.importance.losses import Loss
@@ -28,7 +28,7 @@ LossOfModel = Callable[[nn.Module, Any], Tensor]
 def fitting_loss(model: nn.Module, batches: Sequence[Batch], mask_token: int | None = None) -> Loss:
     """Return the loss that fits a model and its batches. Raise `InputError` if nothing can be predicted."""
     check_module(model)
-    with batch_errors(model, batches[0], fix_hint):
+    with batch_errors(model, batches[0]):
         loss = model_loss(model, batches, ImportanceSettings(mask_token=mask_token))
     if loss.compares_outputs:
         fix = (
@@ -95,7 +95,7 @@ def try_lambdas(
     with torch.random.fork_rng(devices=devices), torch.enable_grad(), suppress(KeyboardInterrupt):
         for other in (alternatives or {}).values():  # first, so that an error loses no training
             model, inputs, loss_of = _prepared(other, read, None, seed, loss, mask_token)
-            with batch_errors(model, inputs[0], fix_hint), torch.no_grad():
+            with batch_errors(model, inputs[0]), torch.no_grad():
                 loss_of(model, inputs[0])
         for name, make, value in tried:
             on_run(name)
@@ -132,7 +132,7 @@ def _train(
     model.train()
     for batch in islice(cycle(batches), steps):
         optimizer.zero_grad()
-        with batch_errors(model, batch, fix_hint):
+        with batch_errors(model, batch):
             mean = loss(model, batch)
         losses.append(float(mean.detach()))
         if not math.isfinite(losses[-1]):

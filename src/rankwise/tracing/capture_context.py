@@ -274,7 +274,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         if added is None:
             return None
         _, mixer = added
-        return self._substitution.heads(HeadOutputs(mixer.call_id, heads, mixer.valid_tokens))
+        return self._substitution.heads(HeadOutputs(mixer.call_id, heads))
 
     def _other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Note dropout, learned vectors next to tokens, and functions that mix tokens without attention."""

@@ -3,12 +3,11 @@
 from dataclasses import dataclass
 from typing import Any
 
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from rankwise._internals.batches import map_leaves
 from rankwise.tracing.module_calls import CallCounter, CallId, ModuleCall, ModuleCalls, first_tokens
-from rankwise.tracing.read_operators import OWN_MASK, find_token_mask
 
 
 @dataclass(frozen=True)
@@ -22,8 +21,6 @@ class HeadOutputs:
     call_id: CallId
     """Address of the mixer call, equal to ``call_id`` of its `CapturedMixer`."""
     values: Float[Tensor, "B H T V"]
-    valid_tokens: Bool[Tensor, "B T"]
-    """True for real tokens, False for padding."""
 
 
 @dataclass(frozen=True)
@@ -102,11 +99,8 @@ class Substitution:
     def _changed_heads(self, mixer: ModuleCall, joined: Tensor, heads: int) -> Tensor | None:
         if mixer.call_id is None:
             mixer.call_id = self._counter.count(mixer.name)
-        batch, tokens, width = joined.shape
-        real = find_token_mask(self._calls.running, OWN_MASK, batch, tokens)
-        real = joined.new_ones(batch, tokens).bool() if real is None else real.to(joined.device)
-        values = joined.unflatten(-1, (heads or width, -1)).transpose(1, 2)
-        changed = self._intervention.on_heads(HeadOutputs(mixer.call_id, values, real))
+        values = joined.unflatten(-1, (heads or joined.shape[-1], -1)).transpose(1, 2)
+        changed = self._intervention.on_heads(HeadOutputs(mixer.call_id, values))
         return None if changed is None else changed.transpose(1, 2).reshape(joined.shape)
 
 
