@@ -39,6 +39,7 @@ from rankwise.auditing.findings import check_codes, diagnose
 from rankwise.auditing.records import Verdict
 from rankwise.auditing.remedies import LINEAR, compress_remedy, in_steps, removal_remedy
 from rankwise.errors import InputError
+from rankwise.importance.records import ImportanceRecord
 from rankwise.report.comparison_report import finding_lists
 from rankwise.tracing import Address
 
@@ -443,7 +444,13 @@ def test_a_verdict_has_the_actions_of_the_first_three_codes(number: int) -> None
 
 
 def test_actions_that_compress_are_one_and_actions_with_a_condition_are_last() -> None:
-    removal, narrowing = removal_remedy(0.1, 0.01, 0.02), compress_remedy(["kv"], "0.01", "cache", "kv", 0.2)
+    trained = ImportanceRecord(
+        loss="a", unit="b", value=1.0, reference=1.0, sequences=1, counted=1, probes=0, seed=0
+    )
+    removal, narrowing = (
+        removal_remedy(trained, 0.1, 0.01, 0.02),
+        compress_remedy(["kv"], "0.01", "cache", "kv", 0.2),
+    )
     remedies = {"REMOVABLE": removal, "SINK": removal, "OVERSIZED_HEADS": narrowing}
     found = [recorded(code, remedy=remedy) for code, remedy in remedies.items()]
     found.append(recorded("CONSTANT", remedy=Remedy(code="rw.audit(model, batches)")))
