@@ -39,6 +39,7 @@ SHIFTS = ToeplitzMixing(draw(2, 3, 12))
 STATE_MEASURES = (
     "absolute_spread",
     "coding_rate",
+    "direction_spread",
     "mean_cosine",
     "spread",
     "state_effective_rank",

@@ -10,8 +10,8 @@ from rankwise.auditing import Finding
 
 MEASURES = {
     "absolute_spread", "effective_rank", "first_token_mass", "identity_distance", "max_token_mass",
-    "mean_cosine", "numerical_rank", "relative_update", "required_head_dim", "row_entropy", "row_spread",
-    "spread", "stable_rank", "variational_rate",
+    "direction_spread", "mean_cosine", "numerical_rank", "relative_update", "required_head_dim",
+    "row_entropy", "row_spread", "spread", "stable_rank", "variational_rate",
 }  # fmt: skip
 """Fields that are the mean, over sequences, of the function of `rankwise.measures` with the same name."""
 REFERENCES = {"uniform_rank"}

@@ -21,6 +21,7 @@ from rankwise.errors import RankwiseError, ShapeError
 from rankwise.measures import (
     absolute_spread,
     coding_rate,
+    direction_spread,
     effective_rank,
     mean_cosine,
     relative_update,
@@ -83,6 +84,79 @@ def test_the_mean_is_over_real_tokens_for_any_padding():
     mask = torch.tensor([[False, True, False, True]])
     close(mu(x, mask), [math.sqrt(2)], rtol=1e-15)
     assert spread(x, mask) == 1
+
+
+# --- direction spread --------------------------------------------------------------------------------------
+
+
+def sine_to(x, center):
+    cosine = x @ center / (x.norm(dim=-1) * center.norm())
+    return (1 - cosine.clamp(min=0) ** 2).sqrt()
+
+
+@given(x=token_batches())
+def test_the_direction_spread_is_the_middle_sine_to_the_direction_of_most_tokens(x):
+    for states, value in zip(x, direction_spread(x), strict=True):
+        units = states[states.norm(dim=-1) > 0]
+        units = units / units.norm(dim=-1, keepdim=True)
+        count = (len(units) - 1) // 2
+        if not len(units):
+            assert value == 0
+            continue
+        cosines = units @ units.mean(0)
+        gaps = (cosines - cosines.sort().values[count]).abs()
+        near = units[cosines >= cosines.sort().values[count]]
+        if ((gaps > 0) & (gaps < 1e-9)).any() or near.sum(0).norm() < 1e-6:
+            continue  # rounding decides which tokens are near, or the direction
+        close(value, sine_to(units, near.sum(0)).sort().values[count], rtol=0, atol=3e-8)
+
+
+@given(x=token_batches(), seed=st.integers(0, 99))
+def test_norms_of_tokens_and_turns_do_not_change_the_direction_spread(x, seed):
+    wanted = direction_spread(x)
+    assert ((wanted >= 0) & (wanted <= 1)).all()
+    sizes = 2.0 ** torch.randint(-60, 60, x.shape[:2], generator=torch.Generator().manual_seed(seed))
+    close(direction_spread(x * sizes[..., None].double()), wanted, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("share", [0.01, 0.05, 0.3, 0.45])
+@pytest.mark.parametrize("size", [1e-3, 1.0, 1e3])
+def test_a_minority_of_tokens_cannot_hide_that_the_others_are_equal(share, size):
+    """μ/‖Y‖ rises to 1 with their norm, and the spread of unit tokens is near √(2 · share)."""
+    x = normal(2, 1, 64, seed=1).expand(-1, 200, -1).clone()
+    odd = round(200 * share)
+    x[:, :odd] = size * normal(2, odd, 64, seed=2)
+    assert (direction_spread(x) < 1e-12).all()
+    assert (spread(x) > 0.9).all() or size < 1e3
+
+
+def test_the_direction_spread_of_random_directions_is_near_one():
+    for tokens in (8, 64, 512):
+        value = direction_spread(normal(4, tokens, 4096, seed=tokens))
+        close(value, torch.full((4,), math.sqrt(1 - 2 / tokens), dtype=torch.float64), rtol=0, atol=0.04)
+
+
+def test_tokens_at_equal_angles_to_their_mean_have_one_spread_by_both_measures():
+    x = torch.cat([torch.full((64, 1), 3.0), torch.linalg.qr(normal(64, 64, seed=3)).Q], 1)[None]
+    x = torch.cat([x, x * torch.tensor([1.0] + [-1.0] * 64)], 1)
+    close(direction_spread(x), spread(x), rtol=1e-12)
+
+
+def test_tokens_without_a_direction_are_left_out():
+    x = normal(1, 5, 4, seed=4)
+    assert direction_spread(torch.cat([x, torch.zeros(1, 9, 4, dtype=x.dtype)], 1)) == direction_spread(x)
+    assert direction_spread(torch.zeros(1, 3, 4)) == 0
+    assert direction_spread(torch.ones(1, 1, 4)) < 1e-15
+    assert direction_spread(torch.tensor([[[1.0, 0.0], [-1.0, 0.0]]])) <= 1
+    assert direction_spread(torch.full((1, 2, 3), math.nan)).isnan()
+    mask = torch.tensor([[True] * 5 + [False] * 2])
+    close(direction_spread(torch.cat([x, normal(1, 2, 4, seed=5)], 1), mask), direction_spread(x), rtol=1e-15)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rounded_tokens_have_the_direction_spread_of_the_rounded_values(dtype):
+    x = (normal(1, 1, 64, seed=6) + 0.1 * normal(3, 40, 64, seed=7)).to(dtype)
+    assert direction_spread(x).equal(direction_spread(x.double()))
 
 
 # --- mean cosine -----------------------------------------------------------------------------------------

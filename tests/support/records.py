@@ -56,7 +56,7 @@ def token_state(blocks: int, spread: float, **changes: Any) -> StateRecord:
     usual: dict[str, Any] = {
         "stack": "h", "site": f"h.{blocks}", "blocks": blocks, "sequences": 2, "tokens": 32,
         "hidden_size": 16, "norm": 10, "absolute_spread": 10 * spread, "spread": spread,
-        "mean_cosine": 1 - spread**2, "effective_rank": 8,
+        "direction_spread": spread, "mean_cosine": 1 - spread**2, "effective_rank": 8,
     }  # fmt: skip
     return StateRecord(**(usual | changes))
 
@@ -165,6 +165,7 @@ def random_state(rng: np.random.Generator, depth: float, **changes: Any) -> Stat
     relative = float(np.clip(0.95 * math.exp(-1.5 * depth) + rng.normal(0, 0.02), 0, 1))
     measures = _drawn(STATE_MEASURES, relative) | {
         "spread": relative,
+        "direction_spread": relative,
         "mean_cosine": 1 - relative**2,
         "effective_rank": 1 + 90 * relative,
     }

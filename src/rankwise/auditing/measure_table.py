@@ -308,6 +308,12 @@ class StateMeasures(Record):
         console="token\nspread", function="spread",
         meaning="Distance μ of tokens from their mean, divided by their norm: 0 if all tokens are the same.",
     )]
+    direction_spread: Annotated[Number, StateMeasure(
+        title="Direction spread", formula="median over i of sin ∠(y_i, c), c: direction of most tokens",
+        range=UNIT, low="most tokens have one direction", high="tokens point apart", digits=3, cost="O(T D)",
+        function="direction_spread",
+        meaning="Angle between the middle token and most tokens: 0 if more than half have one direction.",
+    )]
     mean_cosine: Annotated[Number, StateMeasure(
         title="Mean cosine of two tokens", formula="mean cosine of two different tokens",
         range=Range("[−1/(T−1), 1]", -1.0, 1.0), low="tokens point apart", high="all tokens parallel",

@@ -45,7 +45,7 @@ RECOMMEND = "rw.skips.recommend(monitor.history.audits[-1], model, monitor.batch
 """Code of the remedy of COLLAPSE, with variables that exist during training."""
 LOGGED: Mapping[str, tuple[str, ...]] = {
     "heads": ("effective_rank", "stable_rank", "first_token_mass"),
-    "states": ("spread", "mean_cosine", "effective_rank"),
+    "states": ("spread", "direction_spread", "mean_cosine", "effective_rank"),
 }
 """Measures that are logged: for heads as means over each layer, for token states per layer."""
 
