@@ -65,7 +65,7 @@ def _named_tensors(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
             yield from (
                 (name, source)
                 for source in sources.parameters(recurse=False)
-                if source.numel() > max(source.shape, default=0)  # omits the row lengths of weight norm
+                if source.numel() > max(source.shape, default=0)  # no magnitudes of weight norm
             )
 
 

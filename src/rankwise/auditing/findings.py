@@ -40,11 +40,12 @@ from rankwise.importance.records import ImportanceRecord
 
 # Shorter sequences are not judged: many 2×2 matrices are close to the identity or have nearly equal rows.
 MIN_TOKENS = 8
-# For shorter sequences SINK and CONSTANT are only notes, because longer rows may spread their weight.
+# For shorter sequences SINK and CONSTANT are only notes: the same head may spread its weight in longer ones.
 STRUCTURE_TOKENS = 64
 # SINK: one token has more than nine tenths of the weight of a row, averaged over rows.
 SINK_MASS = 0.9
-# CONSTANT: at most 10 % of σ₁² is in other directions, and rows differ in less than 9 % (0.3²) of ‖M‖².
+# CONSTANT: all other σ² add up to at most 10 % of σ₁², and the squared distances of rows from their mean to
+# less than 9 % (0.3²) of ‖M‖².
 CONSTANT_STABLE_RANK, CONSTANT_DISTANCE = 1.1, 0.3
 # IDENTITY: the squared distance is below 1 % (0.1²) of the sum of both squared norms.
 IDENTITY_DISTANCE = 0.1
@@ -54,9 +55,9 @@ IDENTITY_DISTANCE = 0.1
 COLLAPSE_SPREAD, COLLAPSED_RUNS, COLLAPSED_FAILED = 0.04, 40, 37
 # COLLAPSE also requires that token spread has halved since the input, because input tokens may be similar.
 COLLAPSE_FALL = 0.5
-# INACTIVE_BLOCK: only 1e-4 (0.01²) of the output's squared norm is not a multiple of the input.
+# INACTIVE_BLOCK: at most 1e-4 (0.01²) of the output's squared norm is orthogonal to the input.
 INACTIVE_TURN = 0.01
-# OVERSIZED_HEADS: largest share of its channels that an oversized head requires. The value is 0.5 minus a
+# OVERSIZED_HEADS: a head is oversized if it requires at most this share of its channels: one half, less a
 # margin for the error of the estimate.
 OVERSIZED_HEADS = 0.4
 # With N tokens per channel, eigenvalues of second moments are within (1 ± 1/√N)² of the true eigenvalues

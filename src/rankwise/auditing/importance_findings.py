@@ -25,7 +25,7 @@ def with_removal_costs(
     states: Sequence[StateRecord] = (),
     provenance: Provenance | None = None,
 ) -> list[Finding]:
-    """Return findings, with the known cost of removing the head added to findings with these codes."""
+    """Return all findings; with one of ``codes``, they also state the cost of removing the head, if known."""
     costs, extended = {head.id: head.importance for head in heads}, []
     mixers = grouped(heads, lambda head: head.id.at(None))
     for finding in findings:

@@ -126,7 +126,7 @@ class Measure:
         return share(number, record) if self.share else number
 
     def shown_field(self, record: Any) -> str:
-        """Return the field that `value` reads: `if_signed` for signed entries if known, otherwise `name`."""
+        """Return the field that `value` reads: `if_signed` for signed entries with a value, or `name`."""
         if not self.if_signed or mixer_kind(record.kind).scale_is_known:
             return self.name
         return self.name if math.isnan(getattr(record, self.if_signed)) else self.if_signed

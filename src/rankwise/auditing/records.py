@@ -87,7 +87,10 @@ class AttentionMap(Record):
         row_tokens: str = "",
         column_tokens: str = "",
     ) -> "AttentionMap":
-        """Return the compressed map (rows, columns) of a matrix of ``tokens`` rows, ``sources`` columns."""
+        """Return the map of a matrix as compressed bytes.
+
+        The map may be smaller than the attention matrix, which has ``tokens`` rows and ``sources`` columns.
+        """
         largest = float(np.abs(matrix, where=np.isfinite(matrix), out=np.zeros_like(matrix)).max())
         with np.errstate(over="ignore", invalid="ignore"):
             shares = (matrix / (largest or 1.0)).astype("<f2")

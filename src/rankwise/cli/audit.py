@@ -183,7 +183,7 @@ def parse_importance(
 ) -> "ImportanceSettings | Literal[False]":
     """Return the settings for importance. Return False if importance is not measured.
 
-    By default, only the demo's importance is measured, and exactly.
+    Without an option, importance is measured exactly for the demo, and not at all for other models.
     """
     from rankwise.importance.settings import LOSSES, ImportanceSettings
 

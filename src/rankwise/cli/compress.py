@@ -137,7 +137,7 @@ def command(
 
 
 def _target(option: str, values: list[str] | None) -> float | dict[str, float] | None:
-    """Return the number of an option, or a dict of numbers per part. Return None if the option is unused."""
+    """Return the value of an option as a number or {part: number}. Return None if it was not given."""
     numbers: dict[str, float] = {}
     for value in values or ():
         name, named, number = value.rpartition("=")

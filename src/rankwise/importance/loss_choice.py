@@ -211,7 +211,7 @@ def _may_be_classes(model: nn.Module, logits: Tensor) -> bool:
 
 def _of_places(labels: Tensor, output: Any) -> bool:
     """Return True if labels are one integer per position of the logits, with at least two classes."""
-    shape = logits_of(output).shape  # with 4 axes, the labels are choices: use the model's own loss
+    shape = logits_of(output).shape  # 4 axes: multiple choice, whose labels only the model's own loss reads
     fits = labels.shape == shape[:-1] and len(shape) < 4
     return fits and not labels.is_floating_point() and shape[-1] > 1
 

@@ -322,7 +322,7 @@ def variational_rate(
 
 
 def _log1p_product(x: Float64[Tensor, "..."], *units: Float64[Tensor, "..."]) -> Float64[Tensor, "..."]:
-    """Return log(1 + x·Π units²) for x ≥ 0 of moderate size; the product itself may overflow."""
+    """Return log(1 + x·Π units²) for moderate x ≥ 0. The result is finite even if the product overflows."""
     unit = math.prod(units[1:], start=units[0])
     product = x * unit * unit
     large = product > 1e200

@@ -85,7 +85,7 @@ class ToSTPreTrainedModel(PreTrainedModel):
         super().post_init()
 
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
-        """Return tied weights as {name: source name}, with a shared λ even if embeddings are not tied."""
+        """Return tied weights as {name: source name}. A shared λ is among them even if embeddings are not."""
         return {**super().get_expanded_tied_weights_keys(all_submodels), **self._shared_skips()}
 
     def tie_weights(self, *args: Any, **kwargs: Any) -> None:

@@ -191,7 +191,7 @@ def drop_unit_axes(released: str, weight: Tensor) -> Tensor:
 
 
 def with_endings(modules: Mapping[str, str], endings: Iterable[str] = ("weight", "bias")) -> dict[str, str]:
-    """Return {released weight name: name in this package} for the parameters (endings) of each module."""
+    """Return {released weight name: name in this package}, with each ending added to both module names."""
     return {f"{name}.{end}": f"{new}.{end}" for name, new in modules.items() for end in endings}
 
 

@@ -213,7 +213,7 @@ class Chunks:
         return before, end
 
     def total(self, sums: Tensor) -> Tensor:
-        """Return the sum of the sums of all chunks of each row, (B, H, X)."""
+        """Return the sum over all chunks of each row, (B, H, X)."""
         return self.carry(sums, sums.new_zeros(len(self.w), *sums.shape[1:]))[1]
 
     def per_token(self) -> Tensor:

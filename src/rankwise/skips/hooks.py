@@ -22,7 +22,7 @@ class Argument:
     name: str | None
     position: int | None
 
-    @no_type_check  # torch.compile traces this method, and all functions below
+    @no_type_check  # torch.compile traces this method and all functions below, and cannot trace type checks
     def read(self, args, kwargs):
         """Return the argument of a call. Return None if the call does not have this argument."""
         if self.name is not None and self.name in kwargs:

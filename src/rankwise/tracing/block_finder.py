@@ -106,7 +106,7 @@ class BlockFinder:
         if not mixes and not self._may_join(block, module):
             return
         if not self._keeps_states(block, module) or block.yields_to_inner():
-            # The inner calls are the blocks. Mixers outside of blocks belong to the module around this call.
+            # This call is no block, but calls inside it are. Its other mixers pass to the enclosing call.
             inside, block.open = block.inside, []
             for inner in inside:
                 self._settle(inner, block)

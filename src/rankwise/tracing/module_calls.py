@@ -139,7 +139,7 @@ def _names_of(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def _ignore(*given: Any) -> None:
-    """Do nothing, as a listener or in place of a hook in a copy of a module."""
+    """Do nothing. This is an empty listener, and replaces hooks in copies of modules."""
 
 
 class ModuleCalls:

@@ -236,7 +236,8 @@ def axis_notes(mixing: MixingCall, calls: Sequence[ModuleCall]) -> Iterator[str]
             f"{name}: its matrices may mix {columns} channels instead of {columns} tokens, as in "
             "cross-covariance attention; a sequence of another length decides which"
         )
-    # Only inputs of up to three axes count: queries and keys (B, H, T, K) may hold other vectors than tokens.
+    # Below the outermost call, inputs with four axes do not count: they may be queries (B, H, T, K), whose
+    # vectors need not be tokens.
     lengths = lengths_of(calls[:1]) | lengths_of(calls, most_axes=3) | areas_of(calls)
     # Fewer rows and columns than tokens are a window, or one of several packed sequences.
     windows = batch > sequences_behind(calls, operator) or rows == columns <= max(lengths, default=rows)

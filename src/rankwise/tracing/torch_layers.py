@@ -80,9 +80,9 @@ def attention_by_heads(
 ) -> Any:
     """Run `multi_head_attention_forward` and replace its head outputs (B, H, T, V) by ``change(heads)``.
 
-    The function includes the output projection. It therefore runs with the identity as projection, which
-    keeps every finite number, and the model's own projection is applied after the replacement. If ``change``
-    returns None, the heads are kept.
+    PyTorch's function also applies the output projection. Here the projection is the identity, which does not
+    change finite numbers. The model's own projection is applied after the replacement. If ``change`` returns
+    None, the heads are kept.
     """
     given = inspect.signature(F.multi_head_attention_forward).bind(*args, **kwargs).arguments
     weight, bias, heads = given["out_proj_weight"], given["out_proj_bias"], given["num_heads"]
