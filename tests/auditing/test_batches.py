@@ -266,3 +266,16 @@ def test_batches_fit_in_the_memory_that_is_free(monkeypatch: pytest.MonkeyPatch)
         rows(5 * sequence // 6 - 1)
     assert "300 words" in str(refused.value)
     assert rows(5 * sequence // 6 - 1, tokens=4, batch_size=1) == ([1] * 8, [])
+
+
+@KINDS
+def test_only_texts_that_are_not_cut_have_an_end_without_end_tokens(tokenizer, before, after) -> None:
+    rows = rows_of(text_batches(["abcdefgh", "ab"], tokenizer, tokens=6, end_token=False))
+    assert rows[0] == [*before, *bare(tokenizer, "abcdefgh")][:6]
+    assert rows[1] == [*before, *bare(tokenizer, "ab"), *after]
+
+
+def test_models_without_logits_need_no_memory_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rankwise.auditing.batches.free_memory", lambda device: 0)
+    batches, _ = model_batches(torch.nn.Identity(), LETTERS * 4, BYTES, tokens=6)
+    assert len(list(batches)) > 0

@@ -1,6 +1,7 @@
 """Turn texts into batches that a model accepts."""
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -74,7 +75,7 @@ def text_batches(
 
     The tokenizer's special tokens ([CLS] and [SEP] of BERT, the first token of Llama) are part of every
     sequence and count in ``tokens``. Special tokens are omitted if they would leave no room for text. With
-    ``end_token=False``, no token follows a window of one text, because the text goes on after the window.
+    ``end_token=False``, no token follows a window or a text that was cut, because the text goes on.
 
     Padding is on the right even if the tokenizer pads on the left (for generation), because left padding
     shifts positions in models that count positions from 0. The pad id is the tokenizer's pad id, else its
@@ -86,7 +87,7 @@ def text_batches(
         tokenizer: a transformers tokenizer, or a callable that maps a list of texts to ``input_ids``.
         tokens: length of a window, or the maximum length of a sequence.
         batch_size: sequences per batch; the last batch may have fewer.
-        end_token: close windows of one text with the special tokens that the tokenizer puts after a text.
+        end_token: close windows and cut texts with the special tokens that the tokenizer puts after a text.
         shard: part of the sequences to return.
 
     Raises:
@@ -104,7 +105,7 @@ def text_batches(
     if isinstance(text, str):
         rows = shard.of(_windows(text, tokenizer, tokens, sequences, end_token))
     else:
-        rows = shard.of(_rows(text, tokenizer, tokens, sequences))
+        rows = shard.of(_rows(text, tokenizer, tokens, sequences, end_token))
     candidates = (getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))
     pad = next((number for number in candidates if number is not None), 0)
     return (_padded(rows[i : i + batch_size], pad) for i in range(0, len(rows), batch_size))
@@ -171,10 +172,13 @@ def _sequences_in_memory(model: nn.Module, tokens: int, copies: float) -> tuple[
     find_head: Callable[[], Any] = getattr(model, "get_output_embeddings", lambda: None)
     weight = getattr(find_head(), "weight", None)
     words = len(weight) if isinstance(weight, Tensor) else 0
+    if not words:  # no logits
+        return sys.maxsize, 0
     free, needed = free_memory(device_of(model)), max(1, round(4 * copies * tokens * words))
     if needed > free:
         expected = f"{needed / 1e9:.1f} GB for the logits of one sequence ({tokens} tokens, {words:,} words)"
-        fix = f"Use --tokens {max(1, tokens * free // needed)}, or free memory."
+        fitting = tokens * free // needed
+        fix = f"Use --tokens {fitting}, or free memory." if fitting > 1 else "Free memory."
         raise InputError("memory", expected=expected, got=f"{free / 1e9:.1f} GB that are free", fix=fix)
     return free // needed, words
 
@@ -216,7 +220,9 @@ def _windows(
     return [[*before, *ids[start : start + room], *after] for start in starts]
 
 
-def _rows(texts: Sequence[str], tokenizer: Tokenizer, tokens: int, sequences: int) -> list[list[int]]:
+def _rows(
+    texts: Sequence[str], tokenizer: Tokenizer, tokens: int, sequences: int, end_token: bool
+) -> list[list[int]]:
     """Return the first ``tokens`` token ids of up to ``sequences`` evenly spaced texts.
 
     Raise `InputError` if no text has a token.
@@ -228,7 +234,13 @@ def _rows(texts: Sequence[str], tokenizer: Tokenizer, tokens: int, sequences: in
         got, fix = f"{len(texts)} without a token", "Check the text column."
         raise InputError("the texts", expected="at least one with a token", got=got, fix=fix)
     before, after = _special_tokens(encoded[0][0], tokenizer, tokens)
-    return [[*before, *ids[: tokens - len(before) - len(after)], *after] for _, ids in encoded]
+    room = tokens - len(before) - len(after)
+    return [
+        [*before, *ids[:room], *after]
+        if end_token or len(ids) <= room
+        else [*before, *ids[: room + len(after)]]
+        for _, ids in encoded
+    ]
 
 
 def _encode(texts: list[str], tokenizer: Tokenizer, special: bool = False) -> list[list[int]]:

@@ -125,12 +125,14 @@ def join_compressions(remedies: Sequence[Remedy]) -> Remedy:
 
 
 def removal_remedy(importance: ImportanceRecord, saves: float, costs: float, tolerance: float) -> Remedy:
-    """Return the remedy that removes heads, without action if the model predicts no better than chance.
+    """Return the remedy that removes heads, without action if the model predicts hardly better than chance.
 
     ``saves`` is the saved share of the parameters. ``costs`` is the relative increase of the loss.
     """
     words = "choose heads again and remove them"
     remedy = compress_remedy(["heads"], f"{tolerance:g}", words, "heads", saves)
     remedy = unless_too_little(remedy.model_copy(update={"costs": costs}), saves)
-    reason = "the model predicts no better than chance, so no head matters" if importance.is_chance else ""
+    reason = (
+        "the model predicts hardly better than chance: no head matters" if importance.is_chance else ""
+    )
     return remedy.model_copy(update={"no_action": reason or remedy.no_action})

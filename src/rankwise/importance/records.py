@@ -106,8 +106,8 @@ class ImportanceRecord(Record):
 
     @property
     def is_chance(self) -> bool:
-        """True if the model predicts no better than chance: it is not trained, or not for such data."""
-        return self.value >= self.chance
+        """True if the loss is above 95 % of ``chance``: the model is not trained, or not for such data."""
+        return self.value > 0.95 * self.chance
 
     def share(self, cost: float) -> float:
         """Return a cost divided by the reference. Return NaN if the reference is 0."""
