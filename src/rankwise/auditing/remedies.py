@@ -132,7 +132,5 @@ def removal_remedy(importance: ImportanceRecord, saves: float, costs: float, tol
     words = "choose heads again and remove them"
     remedy = compress_remedy(["heads"], f"{tolerance:g}", words, "heads", saves)
     remedy = unless_too_little(remedy.model_copy(update={"costs": costs}), saves)
-    reason = (
-        "the model predicts hardly better than chance: no head matters" if importance.is_chance else ""
-    )
+    reason = "the model predicts hardly better than chance: no head matters" if importance.is_chance else ""
     return remedy.model_copy(update={"no_action": reason or remedy.no_action})
