@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from tests.support.records import (
     HeadImportance,
-    RemovableSet,
     advice,
     audit,
     changed,
@@ -20,6 +19,9 @@ from tests.support.records import (
 )
 from tests.support.records import (
     finding as recorded,
+)
+from tests.support.records import (
+    removable as removable_set,
 )
 
 from rankwise.auditing import (
@@ -255,10 +257,7 @@ def missed(*layers: int, reason: str = "called, but nothing was seen") -> Audit:
 def removable(*places: tuple[int, int]) -> Audit:
     """Return an audit whose heads at these layers and numbers can be removed together."""
     named = [Address(stack="h", layer=layer, site=f"h.{layer}.attn", head=head) for layer, head in places]
-    removed = RemovableSet(
-        heads=named, tolerance=0.01, loss=2.01, cost=0.01, relative=0.005, sorted_by="estimate", runs=3
-    )
-    return audit(heads({}), importance=importance(removable=removed))
+    return audit(heads({}), importance=importance(removable=removable_set(named)))
 
 
 def attention(self: Fields, cross: Fields) -> Audit:
@@ -475,15 +474,24 @@ def test_steps_are_numbered_lines() -> None:
 @pytest.mark.parametrize("measured", [2, 1])
 def test_no_saving_is_stated_if_a_head_to_remove_was_not_measured(measured: int) -> None:
     known = heads(*[{"head_dim": 4}] * 2)
-    removed = RemovableSet(
-        heads=[head.id for head in known], tolerance=0.01, loss=2.01, cost=0.01, relative=0.005,
-        sorted_by="estimate", runs=3,
-    )  # fmt: skip
+    removed = removable_set(head.id for head in known)
     about = audit(known).provenance.model_copy(update={"parameters": 4000})
     states, costs = token_states(0.9, 0.8, hidden_size=9), importance(removable=removed)
     found = diagnose(known[:measured], states, (), costs, about)
     (saved,) = [one.evidence["parameters"] for one in found if one.code == "REMOVABLE"]
     assert saved == pytest.approx(0.08 if measured == 2 else math.nan, nan_ok=True)
+
+
+@pytest.mark.parametrize("relative", [0.005, 0.011])
+def test_heads_that_cost_more_than_the_tolerance_on_held_out_sequences_are_no_action(relative: float) -> None:
+    ids = [head.id for head in heads({}, {})]
+    costs = importance(removable=removable_set(ids, relative=relative))
+    (finding,) = diagnose((), (), (), costs)
+    price = f"(these cost {relative:+.2%} on held-out sequences; 95 % interval +0.10% to +0.90%)"
+    assert f"choose heads again and remove them {price}" in advice(finding)
+    dear = "on held-out sequences it costs +1.10%, more than the tolerance of 1.00%"
+    assert finding.remedy.no_action == (dear if relative > 0.01 else "")
+    assert finding.remedy.costs == relative
 
 
 def test_no_audit_is_advised_that_was_just_run() -> None:

@@ -12,6 +12,7 @@ from rankwise._internals.records import Address, grouped
 from rankwise._internals.statistics import WIDTH_TOLERANCE
 from rankwise.auditing.importance_findings import (
     describe_removable,
+    interval_words,
     narrowing_saves,
     saved_share,
     with_removal_costs,
@@ -165,11 +166,13 @@ def removable(measured: Measured) -> Iterator[Finding]:
     importance = measured.importance
     if importance is not None and (removable := importance.removable) is not None and removable.heads:
         saved = saved_share(removable.heads, measured.heads, measured.states, measured.provenance)
-        numbers = {name: getattr(removable, name) for name in ("cost", "relative", "loss")}
+        names = ("cost", "relative", "low", "high", "held_out", "loss")
+        numbers = {name: getattr(removable, name) for name in names}
         evidence = {"heads": len(removable.heads), **numbers, "parameters": saved}
         words = describe_removable(importance, removable, saved)
         place = Address() if len(removable.heads) > 1 else removable.heads[0]
-        remedy = removal_remedy(importance, saved, removable.relative, removable.tolerance)
+        price = f"these cost {removable.relative:+.2%} on held-out sequences{interval_words(removable)}"
+        remedy = removal_remedy(importance, saved, removable.relative, removable.tolerance, f" ({price})")
         yield _finding("REMOVABLE", place, evidence, words, remedy=remedy)
 
 
