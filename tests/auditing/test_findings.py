@@ -489,9 +489,38 @@ def test_heads_that_cost_more_than_the_tolerance_on_held_out_sequences_are_no_ac
     (finding,) = diagnose((), (), (), costs)
     price = f"(these cost {relative:+.2%} on held-out sequences; 95 % interval +0.10% to +0.90%)"
     assert f"choose heads again and remove them {price}" in advice(finding)
-    dear = "on held-out sequences it costs +1.10%, more than the tolerance of 1.00%"
+    dear = "the held-out cost of +1.10% exceeds the tolerance of 1.00%"
     assert finding.remedy.no_action == (dear if relative > 0.01 else "")
     assert finding.remedy.costs == relative
+
+
+NO_HEADS = "No heads are worth removing at 1.00% of the loss: "
+
+
+@pytest.mark.parametrize(
+    ("count", "changes", "said"),
+    [
+        (0, {}, "No head can be removed at 1.00% of the loss."),
+        (2, {}, NO_HEADS + "the savings are too small to notice (0.8%)."),
+        (2, {"relative": 0.02}, NO_HEADS + "the held-out cost of +2.00% exceeds the tolerance of 1.00%."),
+        (2, {"held_out": 0, "relative": math.nan}, NO_HEADS + "no sequence was held out to price it; audit"),
+        (2, {"parameters": 4000}, ""),
+    ],
+)
+def test_a_search_in_vain_is_one_sentence_and_no_action(count: int, changes: Fields, said: str) -> None:
+    known = heads(*[{"head_dim": 4}] * 2)
+    about = audit(known).provenance.model_copy(update={"parameters": changes.get("parameters", 40_000)})
+    changes = {name: value for name, value in changes.items() if name != "parameters"}
+    costs = importance(removable=removable_set([head.id for head in known[:count]], **changes))
+    states = token_states(0.9, 0.8, hidden_size=9)
+    searched = changed(
+        audit(known, states=states, importance=costs),
+        findings=diagnose(known, states, (), costs, about),
+    )
+    assert searched.verdict.no_action.startswith(said)
+    assert bool(searched.verdict.actions) == (not said) == (not searched.verdict.no_action)
+    broken = changed(searched, findings=[*searched.findings, *audit(heads(BROKEN)).findings])
+    assert broken.verdict.no_action == ""
 
 
 def test_no_audit_is_advised_that_was_just_run() -> None:

@@ -103,10 +103,25 @@ def test_a_cheap_head_that_saves_too_little_is_no_action(changes, parameters, ac
     (finding,) = (
         x for x in diagnose([one], states, [], importance_record(), about) if x.severity == "warning"
     )
-    assert finding.remedy.no_action == ("" if acts else "it saves too little to notice")
+    assert ("the savings are too small" in finding.remedy.no_action) == (not acts)
     assert finding.remedy.code == 'rw.compress(model, batches, parts="heads", tolerance=0.01)'
     assert (finding.remedy.saves >= 0.05) == acts
     assert finding.remedy.costs == importance_record().share(0.002)
+
+
+@pytest.mark.parametrize("parameters", [10_000, 100_000])
+def test_exact_costs_are_an_action_only_if_they_can_lead_to_one(parameters):
+    """The exact audit of the same head has an action if the estimated one has."""
+    sink = {"head_dim": 16, "max_token_mass": 0.97, "tokens": 64.0, "sources": 64.0, "full_rank": 64.0}
+    one = records.encoder().heads[0].model_copy(update=sink)
+    states = [records.token_state(0, 0.9, stack=one.stack, hidden_size=16)]
+    about, acts = records.provenance(parameters=parameters), []
+    for known in (HeadImportance(estimate=0.3), HeadImportance(exact=0.002)):
+        head = one.model_copy(update={"importance": known, "removal_cost": known.cost})
+        found = diagnose([head], states, [], importance_record(), about)
+        (finding,) = (finding for finding in found if finding.code == "SINK")
+        acts.append(not finding.remedy.no_action)
+    assert acts == [parameters == 10_000] * 2
 
 
 def test_estimated_costs_have_a_caution_and_exact_costs_have_none():

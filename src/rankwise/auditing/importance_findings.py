@@ -6,7 +6,7 @@ from operator import attrgetter
 
 from rankwise._internals.records import Address, format_number, grouped
 from rankwise.auditing.records import Finding, HeadRecord, Provenance, Remedy, StateRecord
-from rankwise.auditing.remedies import EXACTLY, removal_remedy
+from rankwise.auditing.remedies import EXACTLY, removal_remedy, unless_too_little
 from rankwise.importance.records import HeadImportance, ImportanceRecord, RemovableSet
 
 CAUTION = "sort heads and can fall far short of large costs"
@@ -55,7 +55,7 @@ def _with_removal_cost(
     if math.isnan(share):
         remedy = Remedy(no_action=f"{importance.reference_name}, which costs are compared with, is 0")
     elif not exact:
-        remedy = EXACTLY
+        remedy = unless_too_little(EXACTLY, saved)  # exact costs lead to an action only if it saves enough
     elif share <= tolerance:
         remedy = removal_remedy(importance, saved, share, tolerance)
     else:

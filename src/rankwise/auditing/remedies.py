@@ -99,7 +99,7 @@ def unless_done(remedy: Remedy, about: Provenance | None) -> Remedy:
 
 def unless_too_little(remedy: Remedy, saved: float) -> Remedy:
     """Return the remedy, with no action recommended if the share ``saved`` is below `WORTH`."""
-    reason = "it saves too little to notice" if saved < WORTH else ""
+    reason = f"the savings are too small to notice ({saved:.1%})" if saved < WORTH else ""
     return remedy.model_copy(update={"no_action": reason})
 
 
@@ -141,5 +141,5 @@ def removal_remedy(
     elif math.isnan(costs):
         reason = "no sequence was held out to price it; audit two or more"
     elif costs > tolerance:
-        reason = f"on held-out sequences it costs {costs:+.2%}, more than the tolerance of {tolerance:.2%}"
+        reason = f"the held-out cost of {costs:+.2%} exceeds the tolerance of {tolerance:.2%}"
     return remedy.model_copy(update={"no_action": reason})
