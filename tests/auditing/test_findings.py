@@ -193,6 +193,22 @@ def test_findings_on_few_tokens_are_notes_that_name_the_number(trouble: dict[str
     assert "Of 6" not in long.meaning
 
 
+@pytest.mark.parametrize(
+    ("mask", "first", "severity"),
+    [("causal", 0.95, "info"), ("causal", 0.02, "warning"), ("full", 0.95, "warning")],
+)
+def test_a_sink_on_the_first_token_of_a_decoder_is_a_note_without_action(mask, first, severity) -> None:
+    long = {"tokens": 64, "sources": 64, "mask": mask, "first_token_mass": first}
+    priced = {"importance": HeadImportance(exact=0.001)}
+    found = [only(head(**SINK | long)), *diagnose([head(**SINK | long | priced)], (), (), importance())]
+    for finding in found:
+        assert (finding.code, finding.severity) == ("SINK", severity)
+        assert ("normal in a decoder" in finding.remedy.no_action) == (severity == "info")
+        sentence = audit([], states=token_states(0.9, 0.8)).model_copy(update={"findings": [finding]}).verdict
+        assert bool(sentence.actions) == (severity == "warning")
+    assert "+0.05%" in found[1].meaning.partition(". ")[0]
+
+
 def test_oversized_heads_are_a_finding_per_mixer_at_the_least_required_width() -> None:
     finding = only(*heads(*({"head_dim": 12, "required_head_dim": needed} for needed in (12, 4, 3, 5))))
     assert (finding.code, finding.where.head, finding.heads) == ("OVERSIZED_HEADS", 2, [1, 2])

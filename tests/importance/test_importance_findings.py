@@ -66,7 +66,7 @@ def found(code, costs, exact):
     return [next(one for one in some if one.code == code) for some in (known, unknown)]
 
 
-CHANGES, ESTIMATE = "Without it the loss changes by", "The estimated cost of removal is"
+CHANGES, ESTIMATE = "; without it the loss changes by", "; the estimated cost of removal is"
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,9 @@ CHANGES, ESTIMATE = "Without it the loss changes by", "The estimated cost of rem
             "choose heads again and remove them: `rw.compress.*",
         ),
         (0.3, True, f"{CHANGES} +15.0%", "No action recommended: the model needs.*"),
-        (0.3, False, f"{ESTIMATE} +15.0%; such estimates sort heads", '.*importance="exact".*'),
+        (0.0, True, f"{CHANGES} +0.00%", "No action recommended: removing it costs nothing"),
+        (-0.3, False, f"{ESTIMATE} -15.0%.", "No action recommended: removing it costs nothing, by estimate"),
+        (0.3, False, f"{ESTIMATE} +15.0%. Such estimates sort heads", '.*importance="exact".*'),
     ],
 )
 def test_a_sink_can_be_removed_if_its_exact_cost_is_small(cost, exact, meaning, remedy):

@@ -288,10 +288,17 @@ def inactive_block(measured: Measured) -> Iterator[Finding]:
     with_costs=True,
 )  # fmt: skip
 def sink(head: HeadRecord) -> Iterator[Finding]:
-    """Find a head that puts more than nine tenths of its weight on one token."""
+    """Find a head that puts more than nine tenths of its weight on one token.
+
+    A decoder's head that attends to the first token is a note without action: trained decoders have many.
+    """
     if _is_judged(head) and head.max_token_mass > SINK_MASS:
         share = f"{_token_name(head)} takes {head.max_token_mass:.0%} of a row on average"
-        yield _structure("SINK", head, f"{share}: the head passes on little else.")
+        finding = _structure("SINK", head, f"{share}: the head passes on little else.")
+        if head.mask == "causal" and head.first_token_mass > SINK_MASS:
+            normal = Remedy(no_action="a sink on the first token is normal in a decoder")
+            finding = finding.model_copy(update={"severity": "info", "remedy": normal})
+        yield finding
 
 
 @rule(

@@ -49,10 +49,16 @@ def _with_removal_cost(
     )
     if exact:
         change = _change(importance, head.cost, importance.value + head.cost)
-        words = f"Without it the loss changes by {percent} ({change}, exact)"
+        words = f"without it the loss changes by {percent} ({change}, exact)."
     else:
-        words = f"The estimated cost of removal is {percent}; such estimates {CAUTION}"
-    if math.isnan(share):
+        words = f"the estimated cost of removal is {percent}. Such estimates {CAUTION}."
+    if finding.remedy is not None and finding.remedy.no_action:
+        remedy = finding.remedy
+    elif share <= 0:
+        remedy = Remedy(
+            no_action="removing it costs nothing" + ("" if exact else ", by estimate"), costs=share
+        )
+    elif math.isnan(share):
         remedy = Remedy(no_action=f"{importance.reference_name}, which costs are compared with, is 0")
     elif not exact:
         remedy = unless_too_little(EXACTLY, saved)  # exact costs lead to an action only if it saves enough
@@ -60,7 +66,10 @@ def _with_removal_cost(
         remedy = removal_remedy(importance, saved, share, tolerance)
     else:
         remedy = Remedy(no_action="the model needs this head", costs=share)
-    meaning, evidence = f"{finding.meaning} {words}.", finding.evidence | {"removal_cost": head.cost}
+    # the cost is in the first sentence, which the first screen shows
+    first, stop, others = finding.meaning.partition(". ")
+    meaning = f"{first.removesuffix('.')}; {words}{stop[1:]}{others}"
+    evidence = finding.evidence | {"removal_cost": head.cost}
     return finding.model_copy(update={"meaning": meaning, "evidence": evidence, "remedy": remedy})
 
 
