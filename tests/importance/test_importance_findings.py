@@ -150,6 +150,7 @@ def test_the_command_measures_importance(tmp_path):
     assert done.exit_code == 0, done.output
     audit = rw.Audit.load(tmp_path / "out")
     assert audit.importance.loss == "next tokens, causal"
-    assert audit.heads[0].importance.method == "estimated"
+    assert audit.heads[0].importance.method == "exact"
+    assert "takes 3 forward passes per batch" in audit.importance.choice
     wrong = CliRunner().invoke(app, ["audit", f"{source}:build", *chosen, "--importance=exactly"])
     assert "did you mean exact" in str(wrong.exception).lower()
