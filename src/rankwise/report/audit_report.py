@@ -331,7 +331,7 @@ def _importance(audit: Audit) -> Section:
     facts = [
         ("Loss", f"{importance.loss}: {whole}" if whole else importance.loss),
         ("Costs of heads", f"{importance.choice or methods}; zero in a head's place"),
-        *estimate_words([head.importance for head in audit.heads], importance.blocks),
+        *estimate_words({head.id: head.importance for head in audit.heads if head.importance}, importance),
         *([("Heads that can be removed together", removable)] if removable else []),
         *(("Note", note) for note in importance.notes),
     ]
