@@ -386,20 +386,19 @@ def layers(*changes: Fields) -> list[list[HeadRecord]]:
 
 def test_a_healthy_model_is_told_from_others_by_its_ranks_and_costs() -> None:
     plain = audit(*layers({}, {"numerical_rank": 4}, {}), states=STATES)
-    assert plain.verdict.sentence == f"{HEALTHY} Lowest attention rank: layer 1, 0.38 of full rank."
+    assert plain.verdict.sentence == f"{HEALTHY} Lowest attention rank: 0.38 in layer 1."
     begun = {"at_init": AtInit(seeds=1, mean={"numerical_rank": 24.0}, seed_std={})}
     fallen = {"at_init": AtInit(seeds=1, mean={"numerical_rank": 32.0}, seed_std={})}
     models = {"at_init": InitialModels(seeds=[0], built="")}
     half = changed(audit(*layers({}, {}, {}), states=STATES), dict.fromkeys(range(6), begun), **models)
     drawn = changed(half, {4: fallen, 5: fallen})
     assert drawn.verdict.sentence == (
-        f"{HEALTHY} Lowest attention rank relative to initialization: layer 2, 0.50 of full rank, 1.00 at "
-        "initialization."
+        f"{HEALTHY} Lowest attention rank relative to initialization: 0.50, untrained 1.00, in layer 2."
     )
     costs = (0.02, 0.4, -0.03, 0.1)
     priced = {index: {"importance": HeadImportance(exact=cost)} for index, cost in enumerate(costs)}
     importance_known = changed(audit(*layers({}, {}), states=STATES), priced, importance=importance())
-    assert "Cheapest head: layer 1 head 0 (-1.5%); costliest: layer 0 head 1 (+20.0%)." in (
+    assert "Cheapest and costliest head: layer 1 head 0 (-1.5%), layer 0 head 1 (+20.0%)." in (
         importance_known.verdict.sentence
     )
 

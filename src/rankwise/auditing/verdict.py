@@ -96,29 +96,28 @@ def _distinctive(audit: "Audit", several: bool) -> Iterator[str]:
     def place(address: Address) -> str:
         return str(address if several else replace(address, stack=""))
 
-    rank = HEAD_MEASURES[0]
+    rank, is_relative = HEAD_MEASURES[0], audit.at_init is not None
     mixing = [head for head in audit.heads if mixer_kind(head.kind).rows_are_means]
     ranks: list[tuple[float, str]] = []
     for (stack, layer), heads in grouped(mixing, attrgetter("stack", "layer")).items():
         value, name = mean(map(rank.value, heads)), place(Address(stack, layer))
-        words = f"{name}, {value:.2f} of full rank"
-        if audit.at_init is None and value >= 0:
-            ranks.append((value, words))
-        initial = [share(head.at_init.mean[rank.name], head) for head in heads if head.at_init is not None]
-        if mean(initial) > 0 and len(initial) == len(heads):
-            ranks.append((value / mean(initial), f"{words}, {mean(initial):.2f} at initialization"))
-    if len(ranks) > 1:
-        against = " relative to initialization" if audit.at_init is not None else ""
-        yield f"Lowest attention rank{against}: {min(ranks)[1]}."
-    costs = [(head.importance, place(head.id)) for head in audit.heads if head.importance is not None]
-    costs = [(cost, name) for cost, name in costs if math.isfinite(cost.cost)]
-    if len(costs) > 1 and audit.importance is not None and audit.importance.reference:
-        cheapest, costliest = (
-            f"{name} ({audit.importance.share(cost.cost):+.1%}{', estimated' * (cost.method == 'estimated')})"
-            for choose in (min, max)
-            for cost, name in [choose(costs, key=lambda pair: pair[0].cost)]
+        initial = mean(
+            share(head.at_init.mean[rank.name], head) for head in heads if head.at_init is not None
         )
-        yield f"Cheapest head: {cheapest}; costliest: {costliest}."
+        if is_relative and initial > 0:
+            ranks.append((value / initial, f"{value:.2f}, untrained {initial:.2f}, in {name}"))
+        elif not is_relative and value >= 0:
+            ranks.append((value, f"{value:.2f} in {name}"))
+    if len(ranks) > 1:
+        yield f"Lowest attention rank{' relative to initialization' * is_relative}: {min(ranks)[1]}."
+    known = [(head.importance, head.id) for head in audit.heads if head.importance is not None]
+    costs = sorted(
+        (cost.cost, place(address), cost.method) for cost, address in known if math.isfinite(cost.cost)
+    )
+    if len(costs) > 1 and audit.importance is not None and audit.importance.reference:
+        estimated = ", estimated" * any(method == "estimated" for _, _, method in costs)
+        ends = [f"{name} ({audit.importance.share(cost):+.1%})" for cost, name, _ in (costs[0], costs[-1])]
+        yield f"Cheapest and costliest head{estimated}: {', '.join(ends)}."
 
 
 def _listed(kinds: dict[str, list[Finding]], several: bool) -> str:

@@ -183,7 +183,7 @@ def _hints(audit: Audit) -> list[str]:
         (audit.heads, "attention rank 1.00 = full rank, as many independent patterns as tokens"),
         (audit.at_init, "at initialization: of the same model untrained, on the same data"),
         (any(head.random_rank >= 0 for head in audit.heads), "random heads: of random queries and keys"),
-        (audit.states, "spread after the layer: of directions, 0 = most tokens are parallel"),
+        (audit.states, "spread after: 0 = most tokens are parallel"),
         (has_costs, f"cheapest, costliest head: {costs}, as a share of {reference}"),
     )
     passes = 1 + len(audit.heads).bit_length() + MORE_TRIES
