@@ -31,7 +31,8 @@ def verdict_of(audit: "Audit") -> Verdict:
     The sentence names the errors and warnings. Without errors and warnings, it names what was looked for, the
     lowest attention rank, and the cheapest and the costliest head.
     Actions are the remedies of the most severe findings, one per code. If there are errors, only their
-    remedies are actions. A remedy with `no_action` is not an action.
+    remedies are actions. A remedy with `no_action` is not an action. If a search found no heads that are
+    worth removing, one more sentence says why.
     """
     kinds = grouped(audit.findings, lambda finding: finding.code)
     named = {
@@ -52,7 +53,22 @@ def verdict_of(audit: "Audit") -> Verdict:
     sentences = [f"{sentence}.", *distinctive, *([] if audit.complete else [STOPPED])]
     actions = _actions([finding for finding in audit.findings if finding.severity == "error" or not errors])
     texts = dict.fromkeys(place + remedy_text(remedy, audit.provenance) for place, remedy in actions)
-    return Verdict(sentence=" ".join(sentences), actions=tuple(texts)[:MOST_ACTIONS])
+    no_action = "" if errors else _no_removal(audit)
+    return Verdict(sentence=" ".join(sentences), actions=tuple(texts)[:MOST_ACTIONS], no_action=no_action)
+
+
+def _no_removal(audit: "Audit") -> str:
+    """Return a sentence that says why no heads should be removed, if a search for such heads says so."""
+    searched = None if audit.importance is None else audit.importance.removable
+    if audit.importance is None or searched is None:
+        return ""
+    limit = f"{searched.tolerance:.2%} of {audit.importance.reference_name}"
+    if not searched.heads:
+        return f"No head can be removed at {limit}."
+    finding = next((finding for finding in audit.findings if finding.code == "REMOVABLE"), None)
+    if finding is None or finding.remedy is None or not finding.remedy.no_action:
+        return ""
+    return f"No heads are worth removing at {limit}: {finding.remedy.no_action}."
 
 
 def _actions(findings: Sequence[Finding]) -> list[tuple[str, Remedy]]:
