@@ -260,8 +260,7 @@ def _initial_share(heads: Sequence[HeadRecord]) -> str:
 
 
 def _layer_number(measure: HeadMeasure, heads: Sequence[HeadRecord]) -> str:
-    values = [value for head in heads if math.isfinite(value := measure.value(head))]
-    whole = sum(values) if measure.summed and values else mean(values)
+    whole = measure.over_heads(map(measure.value, heads))
     mark = "≈" if any(measure.name in head.stderr for head in heads) else ""
     return mark + format_number(whole, measure.digits)
 
