@@ -129,8 +129,8 @@ def measure_heads(
     statistics.distances.add(by_sequence(sequences.distances for sequences in measured))
     if isinstance(site.operator, operators.SoftmaxMixing):
         sums = measures.logit_moments(site.operator, site.valid_tokens, site.valid_sources).sum_sequences()
-        numbers = (sums.query, sums.key, sums.rows, sums.columns)
-        statistics.logits = measures.LogitMoments(*(number.cpu() for number in numbers))
+        parts = (sums.query, sums.key, sums.rows, sums.columns)
+        statistics.logits = measures.LogitMoments(*(part.cpu() for part in parts))
         statistics.head_dim = site.operator.query.shape[-1]
         statistics.heads_per_group = site.operator.heads_per_group
     _add_examples(statistics, measured)
