@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 from tests.support.records import (
+    AtInit,
     HeadImportance,
+    InitialModels,
     advice,
     audit,
     changed,
@@ -78,6 +80,16 @@ LAYER_CASES: list[tuple[str, list[StateRecord], list[StateRecord]]] = [
     ("COLLAPSE", token_states(0.06, 0.029), token_states(0.06, 0.031)),
     ("COLLAPSE", token_states(0.9, 0.02, tokens=8), token_states(0.9, 0.02, tokens=7)),
     ("COLLAPSE", token_states(0.9, 0.02), token_states(math.nan, 0.02)),
+    (
+        "MASSIVE_TOKENS",
+        token_states(0.9, 0.9, massive_tokens=0.5),
+        token_states(0.9, 0.9, massive_tokens=0.49),
+    ),
+    (
+        "MASSIVE_TOKENS",
+        token_states(0.9, 0.9, massive_tokens=1, tokens=8),
+        token_states(0.9, 0.9, massive_tokens=1, tokens=7),
+    ),
     (
         "INACTIVE_BLOCK",
         [token_state(1, 0.9, relative_update=0.009)],
@@ -219,7 +231,7 @@ def test_oversized_heads_are_a_finding_per_mixer_at_the_least_required_width() -
 def test_a_collapse_is_at_its_first_layer_and_each_stack_has_its_own() -> None:
     [finding] = diagnose((), token_states(0.9, 0.8, 0.03, 0.02), ())
     assert (finding.severity, finding.where, finding.evidence["blocks"]) == ("error", Address("h"), 2)
-    assert finding.evidence["spread_lowest"] == 0.02
+    assert finding.evidence["direction_spread_lowest"] == 0.02
     stacks = [token_state(at, value, stack=name) for at, value in enumerate((0.9, 0.02)) for name in "ab"]
     assert [finding.where.stack for finding in diagnose((), stacks, ())] == ["a", "b"]
 
@@ -380,6 +392,30 @@ ONE_BATCH = Provenance(model="m", delta=0.01, batches=1)
 )
 def test_a_verdict_without_actions_says_what_was_looked_for(found: Audit, sentence: str) -> None:
     assert found.verdict == Verdict(sentence=sentence)
+
+
+def layers(*changes: Fields) -> list[list[HeadRecord]]:
+    """Return mixers of two heads of ranks 20 and 12 plus changes, one per layer."""
+    return [heads({}, {"numerical_rank": 12} | dict(change), layer=at) for at, change in enumerate(changes)]
+
+
+def test_a_healthy_model_is_told_from_others_by_its_ranks_and_costs() -> None:
+    plain = audit(*layers({}, {"numerical_rank": 4}, {}), states=STATES)
+    assert plain.verdict.sentence == f"{HEALTHY} Lowest attention rank: 0.38 in layer 1."
+    begun = {"at_init": AtInit(seeds=1, mean={"numerical_rank": 24.0}, seed_std={})}
+    fallen = {"at_init": AtInit(seeds=1, mean={"numerical_rank": 32.0}, seed_std={})}
+    models = {"at_init": InitialModels(seeds=[0], built="")}
+    half = changed(audit(*layers({}, {}, {}), states=STATES), dict.fromkeys(range(6), begun), **models)
+    drawn = changed(half, {4: fallen, 5: fallen})
+    assert drawn.verdict.sentence == (
+        f"{HEALTHY} Lowest attention rank relative to initialization: 0.50, untrained 1.00, in layer 2."
+    )
+    costs = (0.02, 0.4, -0.03, 0.1)
+    priced = {index: {"importance": HeadImportance(exact=cost)} for index, cost in enumerate(costs)}
+    importance_known = changed(audit(*layers({}, {}), states=STATES), priced, importance=importance())
+    assert "Cheapest and costliest head: layer 1 head 0 (-1.5%), layer 0 head 1 (+20.0%)." in (
+        importance_known.verdict.sentence
+    )
 
 
 def test_a_verdict_counts_an_inactive_block_as_its_finding_does() -> None:
