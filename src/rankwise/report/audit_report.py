@@ -325,7 +325,8 @@ def _importance(audit: Audit) -> Section:
     methods = " and ".join(sorted({cost.method for cost in costs})) or "not known"
     removable = ""
     if (heads := importance.removable) is not None:
-        removable = f"none was found at {heads.tolerance:.2%} of {importance.reference_name}"
+        limit = f"{heads.tolerance:.2%} of {importance.reference_name}"
+        removable = f"none was found at {limit} on the sequences that choose"
         removable = describe_removable(importance, heads, math.nan) if heads.heads else removable
     facts = [
         ("Loss", f"{importance.loss}: {whole}" if whole else importance.loss),
