@@ -74,8 +74,9 @@ def measure_importance(
     Range: costs have the unit of the loss; below 0 the model is better without the head. A set of heads is
     chosen on every second sequence, and its cost is stated on the other half.
     Cost: one forward pass of the first batch, and one forward pass per batch for the loss. Estimates need
-    ``1 + probes`` backward passes per batch for all heads together. Exact costs need one forward pass per
-    head and block. The removable set needs about log2 of the number of heads, and at most 16 more.
+    ``1 + probes`` backward passes per batch for all heads together, exact costs one forward pass per head and
+    block. The settings decide, or the number of passes. The removable set needs about log2 of the number of
+    heads, and at most 16 more.
     Source: gates as in Michel, Levy, Neubig, "Are Sixteen Heads Really Better than One?", 2019; second order
     as in LeCun, Denker, Solla, "Optimal Brain Damage", 1990.
 
@@ -101,12 +102,11 @@ def measure_importance(
         >>> importance.record.loss, len(importance.heads)
         ('relative squared change of the output', 2)
     """
-    settings, every = settings or ImportanceSettings(), list(each_batch(batches))
+    settings, every, choice = settings or ImportanceSettings(), list(each_batch(batches)), ""
     decides = settings.exact is None
     say = on_progress or (lambda what: None)
     capturing: dict[str, Any] = {"sites": sites, "blocks": blocks}
     passes, placed = _start(model, every, settings, capturing, say)
-    choice = ""
     if decides:
         settings, choice = _choose_method(passes)
         passes.settings = settings
@@ -386,19 +386,18 @@ def _held_out_price(passes: GatedPasses, losses: Floats) -> dict[str, Any]:
     """Return the price of a set of heads on the sequences that did not choose it, as fields of the set.
 
     With d_i the increase of the summed loss of sequence i and n_i its number of tokens, the price is
-    r = Σ d_i / Σ n_i, a mean weighted by tokens. To first order r varies as the mean of its residuals
-    e_i = d_i − r n_i, so its variance is m/(m − 1) · Σ e_i² / (Σ n_i)² for m sequences. The interval is
-    r ± t · √variance, with the 97.5 % quantile t of Student's distribution of m − 1 degrees of freedom. It
-    assumes independent sequences, and a known reference.
+    r = Σ d_i / Σ n_i. To first order r varies as the mean of its residuals e_i = d_i − r n_i, so its variance
+    is m/(m − 1) · Σ e_i² / (Σ n_i)² for m sequences. The interval is r ± t · √variance, t of Student's
+    distribution with m − 1 degrees of freedom, for independent sequences and a known reference.
     """
-    if passes.choosing.step == 1 or len(passes.losses) < 2:
+    part = slice(1, None, 2)
+    number = len(passes.losses[part])
+    if not passes.settings.hold_out or not number:
         return {"held_out": 0}
-    part = slice(1, None, passes.choosing.step)
-    changes, counts = (losses - passes.losses)[part], passes.counts[part]
-    cost, reference, number = passes.mean(losses - passes.losses, part), passes.reference(part), len(changes)
-    width = math.nan
+    cost, reference, width = passes.mean(losses - passes.losses, part), passes.reference(part), math.nan
     if number > 1:
-        squares = np.square(changes - cost * counts).sum() * number / (number - 1)
+        counts = passes.counts[part]
+        squares = np.square((losses - passes.losses)[part] - cost * counts).sum() * number / (number - 1)
         width = t_quantile(number - 1) * math.sqrt(squares) / counts.sum()
     ends = {"relative": cost, "low": cost - width, "high": cost + width}
     shares = {name: end / reference if reference else math.nan for name, end in ends.items()}
