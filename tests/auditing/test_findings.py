@@ -77,6 +77,16 @@ LAYER_CASES: list[tuple[str, list[StateRecord], list[StateRecord]]] = [
     ("COLLAPSE", token_states(0.9, 0.02, tokens=8), token_states(0.9, 0.02, tokens=7)),
     ("COLLAPSE", token_states(0.9, 0.02), token_states(math.nan, 0.02)),
     (
+        "MASSIVE_TOKENS",
+        token_states(0.9, 0.9, massive_tokens=0.5),
+        token_states(0.9, 0.9, massive_tokens=0.49),
+    ),
+    (
+        "MASSIVE_TOKENS",
+        token_states(0.9, 0.9, massive_tokens=1, tokens=8),
+        token_states(0.9, 0.9, massive_tokens=1, tokens=7),
+    ),
+    (
         "INACTIVE_BLOCK",
         [token_state(1, 0.9, relative_update=0.009)],
         [token_state(1, 0.9, relative_update=0.011)],
@@ -201,7 +211,7 @@ def test_oversized_heads_are_a_finding_per_mixer_at_the_least_required_width() -
 def test_a_collapse_is_at_its_first_layer_and_each_stack_has_its_own() -> None:
     [finding] = diagnose((), token_states(0.9, 0.8, 0.03, 0.02), ())
     assert (finding.severity, finding.where, finding.evidence["blocks"]) == ("error", Address("h"), 2)
-    assert finding.evidence["spread_lowest"] == 0.02
+    assert finding.evidence["direction_spread_lowest"] == 0.02
     stacks = [token_state(at, value, stack=name) for at, value in enumerate((0.9, 0.02)) for name in "ab"]
     assert [finding.where.stack for finding in diagnose((), stacks, ())] == ["a", "b"]
 

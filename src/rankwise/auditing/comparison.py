@@ -283,7 +283,7 @@ def _totals(before: Audit, after: Audit) -> list[Total]:
         numbers["heads"].append(len(audit.heads))
         numbers["tokens of a sequence"].append(mean(head.tokens for head in audit.heads))
         numbers["width of the token states"].append(mean(state.hidden_size for state in last))
-        numbers["token spread at the end"].append(mean(state.spread for state in last))
+        numbers["direction spread at the end"].append(mean(state.direction_spread for state in last))
         numbers["effective rank of the last states"].append(mean(state.effective_rank for state in last))
         numbers["findings"].append(len(audit.findings))
     measured = [

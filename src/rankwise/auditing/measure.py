@@ -38,6 +38,8 @@ MANY_HEADS = 128
 """If a state-space mixer has more channels than this, only a sample of the channels is measured."""
 MAX_CHANNELS = 16
 """Number of channels in the sample; the choice depends on a fixed seed."""
+WITHOUT = "effective_rank_without_massive"
+"""Measure that equals the effective rank of the states if no token is massive."""
 FUNCTIONS = {row.name: row.function for row in HEAD_MEASURES if row.function}
 
 
@@ -312,8 +314,8 @@ def measure_states(
 ) -> StateStatistics:
     """Return statistics of token states.
 
-    ``before`` are the states that the block read, or None if unknown. The effective rank, which requires an
-    SVD, is NaN unless ``ranks``.
+    ``before`` are the states that the block read, or None if unknown. Effective ranks, which require an
+    SVD, are NaN unless ``ranks``.
     """
     home = float64_device(state.tokens.device)
     tokens, mask = state.tokens.to(home), None if state.mask is None else state.mask.to(home)
@@ -321,8 +323,15 @@ def measure_states(
     values: dict[str, Tensor] = {
         row.name: measures.MEASURES[row.function].function(tokens, mask)
         for row in STATE_MEASURES
-        if row.function and (ranks or row.name != "effective_rank")
+        if row.function and (ranks or not row.name.startswith("effective_rank"))
+        if row.name != WITHOUT
     }
+    if ranks:
+        values[WITHOUT] = values["effective_rank"].clone()
+        massive = values["massive_tokens"] > 0
+        if bool(massive.any()):
+            rest = None if mask is None else mask[massive]
+            values[WITHOUT][massive] = measures.MEASURES[WITHOUT].function(tokens[massive], rest)
     values["tokens"] = real.sum(-1).double()
     values["relative_update"] = torch.full(tokens.shape[:1], torch.nan, dtype=torch.float64)
     if before is not None:
@@ -331,6 +340,9 @@ def measure_states(
     statistics = StateStatistics(state.stack, state.name, state.layer, tokens.shape[-1])
     # a sequence of nothing but padding does not count as non-finite
     statistics.nonfinite_sequences = int((unknown & real.any(-1).cpu()).sum())
+    norms = tokens.double().norm(dim=-1).masked_fill(~real, -1)
+    places = (real.cumsum(1) - 1).gather(1, norms.argmax(1, keepdim=True))[:, 0].cpu()
+    statistics.largest_at.update(places[~unknown].tolist())
     for name in values:
         statistics.measures[name].add(values[name].cpu().masked_fill(unknown, torch.nan)[:, None].numpy())
     return statistics

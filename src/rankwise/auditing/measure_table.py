@@ -66,6 +66,7 @@ DIRECTIONS = Range("[1, min(T, S)]", 1.0, _full_rank, wide=True)
 WIDTH = Range("[0, K]", 0.0, lambda head: math.nan if head.head_dim is None else float(head.head_dim))
 NATS = Range("[0, log S] nats", 0.0, lambda head: math.log(head.sources) if head.sources > 1 else math.nan)
 POSITIVE = Range("[0, ∞)")
+HALF = Range("[0, T/2]", 0.0, lambda state: float(state.tokens) / 2, wide=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,13 +306,13 @@ class StateMeasures(Record):
     spread: Annotated[Number, StateMeasure(
         title="Token spread μ/‖Y‖", symbol="token spread", formula="‖Y − 1ȳᵀ‖_F/‖Y‖_F", range=UNIT,
         low="all tokens the same", high="the mean token is 0", digits=3, cost="O(T D)",
-        console="token\nspread", function="spread",
+        drawn=False, function="spread",
         meaning="Distance μ of tokens from their mean, divided by their norm: 0 if all tokens are the same.",
     )]
     direction_spread: Annotated[Number, StateMeasure(
         title="Direction spread", formula="median over i of sin ∠(y_i, c), c: direction of most tokens",
         range=UNIT, low="most tokens have one direction", high="tokens point apart", digits=3, cost="O(T D)",
-        function="direction_spread",
+        console="direction\nspread", function="direction_spread",
         meaning="Angle between the middle token and most tokens: 0 if more than half have one direction.",
     )]
     mean_cosine: Annotated[Number, StateMeasure(
@@ -326,6 +327,32 @@ class StateMeasures(Record):
         digits=1, cost="one SVD", console="effective\nrank", function="state_effective_rank",
         meaning="How many directions the tokens span: 1 if they are on one line.",
     )]
+    effective_rank_without_massive: Annotated[Number, StateMeasure(
+        title="Effective rank without massive tokens", short="Rank without massive",
+        formula="effective rank of the tokens with ‖y_i‖ ≤ 10 · median_j ‖y_j‖",
+        range=DIRECTIONS._replace(text="[1, min(T, D)]"), low="one direction only", high="many directions",
+        digits=1, cost="one more SVD if a token is massive", drawn=False,
+        function="effective_rank_without_massive",
+        meaning="How many directions the tokens span if the tokens of huge norm are left out.",
+    )] = math.nan
+    massive_tokens: Annotated[Number, StateMeasure(
+        title="Number of massive tokens", short="Massive tokens", formula="#{i: ‖y_i‖ > 10 · median_j ‖y_j‖}",
+        range=HALF, low="norms are alike", high="many tokens of huge norm",
+        digits=1, cost="O(T D)", drawn=False, function="massive_tokens",
+        meaning="Number of tokens whose norm is above ten times the median norm of the sequence.",
+    )] = math.nan
+    largest_norm_ratio: Annotated[Number, StateMeasure(
+        title="Largest norm over median norm", short="Norm ratio", formula="max_i ‖y_i‖ / median_j ‖y_j‖",
+        range=POSITIVE._replace(text="[1, ∞)", low=1.0), low="norms are alike", high="one huge token",
+        digits=1, cost="O(T D)", drawn=False, function="largest_norm_ratio",
+        meaning="Norm of the largest token in units of the median norm. In large decoders it is 10 to 1,000.",
+    )] = math.nan
+    largest_norm_share: Annotated[Number, StateMeasure(
+        title="Share of the largest token in ‖Y‖²", short="Norm share", formula="max_i ‖y_i‖²/‖Y‖²",
+        range=UNIT._replace(text="[1/T, 1]"), low="norms are alike", high="one token is all of ‖Y‖",
+        digits=2, cost="O(T D)", drawn=False, function="largest_norm_share",
+        meaning="Above one half, token spread and effective rank describe one token rather than all.",
+    )] = math.nan
     relative_update: Annotated[Number, StateMeasure(
         title="Relative update", formula="min_c ‖Y − cY'‖_F/‖Y‖_F, Y' the state before; NaN for layer 0",
         range=UNIT, low="the block only scales its input", high="nothing of the input is left", digits=3,

@@ -225,9 +225,12 @@ class StateStatistics:
     measures: dict[str, Moments] = field(default_factory=lambda: {name: Moments.empty(1) for name in STATES})
     """Moments of the fields in `STATES`, shape (1,) each."""
     nonfinite_sequences: int = 0
+    largest_at: Counter[int] = field(default_factory=Counter)
+    """Number of sequences by position of the token of largest norm."""
 
     def merge(self, other: "StateStatistics") -> None:
         """Add statistics of the same token states over other sequences."""
+        self.largest_at.update(other.largest_at)
         for name, moments in self.measures.items():
             moments.merge(other.measures[name])
         self.nonfinite_sequences += other.nonfinite_sequences
@@ -238,11 +241,13 @@ class StateStatistics:
         sequences = int(self.measures["norm"].count[0])
         counts = {name: int(count[0]) for name, (count, _, _) in numbers.items()}
         means: dict[str, Any] = {name: float(mean[0]) for name, (_, mean, _) in numbers.items()}
+        positions = sorted(self.largest_at.items(), key=lambda item: (-item[1], item[0]))
         return StateRecord(
             **means, stack=self.stack, site=self.site, blocks=self.blocks, hidden_size=self.hidden_size,
             sequences=sequences, nonfinite_sequences=self.nonfinite_sequences,
             std={name: float(std[0]) for name, (_, _, std) in numbers.items() if name != "tokens"},
             counts={name: count for name, count in counts.items() if 0 < count < sequences},
+            largest_at=dict(positions[:NAMES_KEPT]),
         )  # fmt: skip
 
     @classmethod
@@ -253,7 +258,7 @@ class StateStatistics:
             count, std = record.counts.get(name, record.sequences), record.std.get(name, math.nan)
             measures[name] = Moments.from_record(*np.array([[count], [getattr(record, name)], [std]]))
         place = record.stack, record.site, record.blocks, record.hidden_size
-        return cls(*place, measures, record.nonfinite_sequences)
+        return cls(*place, measures, record.nonfinite_sequences, Counter(record.largest_at))
 
 
 @dataclass

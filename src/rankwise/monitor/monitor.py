@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 EVERY = 500
 """Default number of steps between audits, which then take less than 1 % of the demo's training time."""
 STOP_SPREAD, STOP_AUDITS = 0.0002, 3
-"""COLLAPSE stops training if the least token spread of a stack is below `STOP_SPREAD` in `STOP_AUDITS` audits
-in a row after step 0. The rule stopped no recorded run that learned (docs/evidence/collapse-rule.md)."""
+"""COLLAPSE stops training if the least direction spread of a stack is below `STOP_SPREAD` in `STOP_AUDITS`
+audits in a row after step 0. The rule stopped no run that learned (docs/evidence/collapse-rule.md)."""
 RECOMMEND = "rw.skips.recommend(monitor.history.audits[-1], model, monitor.batches[0])"
 """Code of the remedy of COLLAPSE, with variables that exist during training."""
 LOGGED: Mapping[str, tuple[str, ...]] = {
@@ -75,7 +75,7 @@ class RankMonitor:
         probe: a batch or a list of batches: dicts, tuples or tensors, as in `rankwise.audit`.
         every: number of steps between audits, or more if `step` skips numbers. Step 0 is also audited.
         stop_on: codes of findings that stop training. COLLAPSE stops training only if three audits in a row
-            after step 0 have a token spread below 0.0002 in one stack, because many runs recover from a
+            after step 0 have a direction spread below 0.0002 in one stack, because many runs recover from a
             milder collapse. The rule was fitted at ten audits per run in float32; bfloat16 keeps a spread
             of about 0.003.
         folder: folder for audits, as ``step-N/audit.json``; `finish` adds `history` and an HTML page. If
@@ -217,7 +217,7 @@ class RankMonitor:
             any(
                 collapse.code == "COLLAPSE"
                 and collapse.where.stack == finding.where.stack
-                and collapse.evidence["spread_lowest"] < STOP_SPREAD
+                and collapse.evidence["direction_spread_lowest"] < STOP_SPREAD
                 for collapse in audit.findings
             )
             for audit in recent
@@ -267,9 +267,9 @@ class RankMonitor:
             stop, rule = self.stopped_by, ""
             if stop.code == "COLLAPSE":
                 states = [state for state in result.states if state.stack == stop.where.stack]
-                lowest = min(states, key=lambda state: state.spread)
+                lowest = min(states, key=lambda state: state.direction_spread)
                 rule = f" {STOP_AUDITS} audits in a row below {STOP_SPREAD:g}, the last with "
-                rule += f"{lowest.spread:.2g} after {lowest.blocks} blocks."
+                rule += f"{lowest.direction_spread:.2g} after {lowest.blocks} blocks."
             remedy = stop.remedy
             if remedy is not None and stop.code == "COLLAPSE":
                 remedy = remedy.model_copy(update={"code": RECOMMEND})

@@ -40,11 +40,11 @@ _OUTCOMES = {
 }
 _FIRST = {
     "heads": ("numerical_rank", "effective_rank", "stable_rank", "first_token_mass"),
-    "states": ("spread", "effective_rank"),
+    "states": ("direction_spread", "effective_rank"),
 }
 """Measures in the first columns of the tables of layers. The console shows only these columns."""
 _HISTORY_HEADS = [measure for measure in HEAD_MEASURES if measure.name in _FIRST["heads"]]
-_HISTORY_STATES = [m for m in STATE_MEASURES if m.name in ("spread", "mean_cosine")]
+_HISTORY_STATES = [m for m in STATE_MEASURES if m.name in ("direction_spread", "mean_cosine")]
 _SIGNS = {"error": "◆", "warning": "▲", "info": "●"}
 
 
