@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import combinations
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -23,10 +24,11 @@ from typing import Any
 from torch import Tensor, nn
 
 import rankwise as rw
-from experiments.rank.importance import RANKS
+from experiments.rank.importance import RANKS, spearman
 from experiments.rank.rank_saturation import rounded
 from experiments.real_models import mpnet, require_gemma
-from experiments.study import Report
+from experiments.render import markdown_table
+from experiments.study import Report, Study
 from rankwise.auditing import Audit
 from rankwise.auditing.measure_table import HEAD_MEASURES
 from rankwise.cli.load_data import load_data
@@ -42,6 +44,7 @@ STATES = (
     "spread", "direction_spread", "largest_norm_ratio", "largest_norm_share", "massive_tokens",
     "effective_rank", "effective_rank_without_massive",
 )  # fmt: skip
+DTYPES = ("float32", "bfloat16")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,8 +55,10 @@ class Settings:
     """Tokens of sequences for importance and forced collapse."""
     calibration: int = 4
     """Sequences on which heads are measured and chosen."""
-    held_out: int = 16
+    held_out: int = 8
     """Sequences of each text on which chosen heads are priced."""
+    forced: int = 2
+    """Sequences in which tokens are made equal."""
     depths: tuple[float, ...] = (0.25, 0.5, 0.75)
     """Blocks after which tokens are made equal, as shares of all blocks."""
     kept: tuple[float, ...] = (0.0, 0.02, 0.05)
@@ -186,26 +191,151 @@ def by_length(subject: Any, text: Path, settings: Settings) -> list[Report]:
 def measure(data: Path) -> Report:
     settings, folder = Settings(), require_gemma()
     texts = {name: data / file for name, file in TEXTS.items()}
-    first, text = next(iter(texts.items()))
+    text = next(iter(texts.values()))
     models: dict[str, Report] = {}
-    for dtype in ("float32", "bfloat16"):
+    for dtype in DTYPES:
         subject = load_model(str(folder), dtype=dtype)
         model: Any = subject.model
-        batches = sequences(subject, text, settings.tokens, settings.calibration)
-        models[f"Gemma 3 270M, {dtype}"] = {
+        batches = sequences(subject, text, settings.tokens, settings.forced)
+        models[name := f"Gemma 3 270M, {dtype}"] = {
             "audits": by_length(subject, text, settings),
-            "forced": forced(model, model.model.layers, batches[::2], settings),
-            "importance": [{"text": first, **costs(model, batches, None)[0]}]
-            if dtype == "float32"
-            else on_texts(subject, texts, settings),
+            "forced": forced(model, model.model.layers, batches, settings),
         }
+    models[name]["importance"] = on_texts(subject, texts, settings)  # of the dtype that is saved
     if (encoder := mpnet()) is not None:
         subject, last = load_model(str(encoder)), list(texts)[-1]
         model = subject.model
-        batches = sequences(subject, texts[last], settings.tokens, settings.calibration // 2)
+        batches = sequences(subject, texts[last], settings.tokens, 1)
         models["all-mpnet-base-v2"] = {
             "audits": [{"tokens": settings.tokens, **summary(rw.audit(model, batches))}],
             "forced": forced(model, model.encoder.layer, batches, settings),
             "importance": [{"text": last, **costs(model, batches, None)[0]}],
         }
     return {"settings": asdict(settings), "models": rounded(models)}
+
+
+def number(value: float | None, form: str = ".2f") -> str:
+    return "–" if value is None else format(value, form)
+
+
+def audit_table(models: dict[str, Report]) -> str:
+    """Return a row per audit: means over layers, and extremes over the states after blocks."""
+    rows = []
+    for name, model in models.items():
+        for audit in model["audits"]:
+            means = {rank: mean(layer[rank] for layer in audit["layers"]) for rank in RANKS}
+            states = audit["states"][1:]
+            row = [
+                name,
+                f"{audit['tokens']:,}",
+                number(audit["loss"], ".3f"),
+                number(means["numerical_rank"]),
+            ]
+            row += [number(means["effective_rank"], ".1f"), number(means["first_token_mass"])]
+            row.append(number(min(state["direction_spread"] for state in states), ".3f"))
+            row.append(number(max(state["largest_norm_ratio"] for state in states), ".1f"))
+            rows.append([*row, ", ".join(audit["findings"]) or "none"])
+    heads = ("model", "tokens", "loss, nats", "rank share", "effective rank", "first-token mass")
+    return markdown_table((*heads, "lowest direction spread", "largest norm / median", "findings"), rows)
+
+
+STATE_FORMS = {
+    "spread": ("token spread", ".3f"),
+    "direction_spread": ("direction spread", ".3f"),
+    "largest_norm_ratio": ("largest norm / median", ".1f"),
+    "largest_norm_share": ("its share of ‖Y‖²", ".2f"),
+    "massive_tokens": ("massive tokens", ".1f"),
+    "position": ("position of the largest", "d"),
+    "effective_rank": ("rank of states", ".1f"),
+    "effective_rank_without_massive": ("without massive tokens", ".1f"),
+}
+
+
+def state_table(audit: Report) -> str:
+    """Return a row per state of an audit, with the mean rank share of the block before it."""
+    shares = ["–", *(number(layer["numerical_rank"]) for layer in audit["layers"])]
+    rows = [
+        [str(at), share, *(number(state[name], form) for name, (_, form) in STATE_FORMS.items())]
+        for at, (share, state) in enumerate(zip(shares, audit["states"], strict=True))
+    ]
+    heads = ("blocks", "rank share", *(title for title, _ in STATE_FORMS.values()))
+    return markdown_table(heads, rows)
+
+
+def forced_table(models: dict[str, Report]) -> str:
+    """Return a row per audit with equal tokens; first the model as it is, where its tokens are most alike."""
+    rows = []
+    for name, model in models.items():
+        for run in model["forced"]:
+            states, after = run["states"][1:], run["after"]
+            there = states[after - 1] if after else min(states, key=lambda state: state["direction_spread"])
+            alone = "only the first" if run["kept"] == 0 else f"the first {run['kept']:.0%}"
+            row = [name, str(after or "none"), alone if after else "all", number(run["loss"], ".3f")]
+            row += [number(there[spread], ".3f") for spread in ("spread", "direction_spread")]
+            row += [number(there["effective_rank"], ".1f"), number(states[-1]["direction_spread"], ".3f")]
+            rows.append([*row, "yes" if "COLLAPSE" in run["findings"] else "no"])
+    heads = ("model", "equal after block", "left alone", "loss, nats", "token spread there")
+    more = ("direction spread there", "rank of states there", "direction spread at the end", "COLLAPSE")
+    return markdown_table((*heads, *more), rows)
+
+
+def importance_table(models: dict[str, Report]) -> str:
+    """Return a row per model and text: agreement of estimates and ranks with exact costs, and the passes."""
+    rows = []
+    for name, model in models.items():
+        for own in model.get("importance", ()):
+            exact, estimate = own["exact"], own["estimate"]
+            order = sorted(range(len(exact["costs"])), key=exact["costs"].__getitem__)
+            ranks = [spearman(values, exact["costs"]) for values in own["ranks"].values()]
+            row = [name, own["text"], str(len(order)), number(spearman(estimate["costs"], exact["costs"]))]
+            row.append(f"{min(ranks):.2f} to {max(ranks):.2f}")
+            for head in (order[0], order[-1]):
+                row.append(f"{exact['costs'][head]:+.1%}, {estimate['costs'][head]:+.1%}")
+            row += [f"{exact['forward']:.0f}", f"{estimate['forward']:.0f} and {estimate['backward']:.0f}"]
+            rows.append([*row, number(estimate["seconds"] / exact["seconds"])])
+    heads = (
+        "model",
+        "text",
+        "heads",
+        "Spearman, estimate",
+        "Spearman, ranks",
+        "cheapest head: exact, estimated",
+    )
+    more = ("costliest head", "passes, exact", "forward and backward, estimate", "seconds, estimate / exact")
+    return markdown_table((*heads, *more), rows)
+
+
+def set_table(own: Sequence[Report], columns: Sequence[str]) -> str:
+    """Return a row per set of removable heads, and its costs on other sequences of each text."""
+    rows = [
+        [text["text"], chosen["by"], str(len(chosen["heads"])), f"{chosen['here']:+.1%}"]
+        + [f"{chosen['elsewhere'][other]:+.1%}" for other in columns]
+        for text in own
+        for chosen in text["sets"]
+    ]
+    return markdown_table(("chosen on", "sorted by", "heads", "cost there", *columns), rows)
+
+
+def agreement(own: Sequence[Report]) -> str:
+    """Return Spearman's correlation of exact costs on each two texts."""
+    exact = {text["text"]: text["exact"]["costs"] for text in own}
+    pairs = combinations(exact, 2)
+    rows = [(f"{one} and {other}", number(spearman(exact[one], exact[other]))) for one, other in pairs]
+    return markdown_table(("exact costs on", "Spearman"), rows)
+
+
+def tables(report: Report) -> dict[str, str]:
+    models = report["models"]
+    on_texts = models["Gemma 3 270M, bfloat16"]["importance"]
+    return {
+        "audits": audit_table(models),
+        "states": state_table(models["Gemma 3 270M, float32"]["audits"][0]),
+        "forced": forced_table(models),
+        "importance": importance_table(models),
+        "sets": set_table(on_texts, [own["text"] for own in on_texts]),
+        "agreement": agreement(on_texts),
+        **{name: str(report["settings"][name]) for name in ("tokens", "calibration", "held_out")},
+    }
+
+
+STUDY = Study("real_decoder", measure, "evidence/real-decoder", tables)
