@@ -1,5 +1,6 @@
 """GGUF files: the model, tokenizer and dtype that are in the file; broken and split files are refused."""
 
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from rankwise.auditing import Audit
+from rankwise.auditing import Audit, Remedy, remedy_text
 from rankwise.cli.load_gguf import gguf_location, read_once
 from rankwise.cli.load_model import load_model
 from rankwise.compression import load_compressed
@@ -114,6 +115,10 @@ def test_commands_audit_follow_and_compress_a_file(write, run, tmp_path) -> None
     assert about.weights_digest
     assert audit.at_init is not None
     assert any("Q8_0" in note for note in about.notes)
+    printed = remedy_text(Remedy(words="see", verb="audit", options=[["--loss"]], out="loss"), about)
+    words = shlex.split(printed.split("`")[1])
+    assert run(*words[1:]).exit_code == 0
+    assert Audit.load(tmp_path / words[-1]).importance is not None
     smaller = ("--parts", "width", "--keep", 0.5, "--out", "small")
     assert run("compress", "a model.gguf", *data, *smaller).exit_code == 0
     assert logits(load_compressed(tmp_path / "small")).isfinite().all()
