@@ -64,7 +64,7 @@ def test_the_first_screen_of_twelve_layers_has_at_most_30_lines() -> None:
         importance=records.importance(),
         origin=about,
     )
-    for one, most in ((audit, 30), (acts, 28)):  # `acts` as printed by a command, before the paths of files
+    for one, most in ((audit, 30), (acts, 29)):  # `acts` as printed by a command, before the paths of files
         lines = document_text(audit_document(one), 80).splitlines()
         assert [*layer_rows(lines)] == [str(layer) for layer in range(12)]
         assert len(lines) <= most
@@ -114,14 +114,14 @@ def test_the_first_screen_has_columns_for_what_was_measured_only() -> None:
     found = {"heads": heads, "importance": records.importance(), "at_init": initial}
     lines = first_screen(audit.model_copy(update=found))
     assert "Not measured" not in " ".join(lines)
-    assert "costliest head: cost of removing it, as a share of" in " ".join(lines)
+    assert "costliest head: cost of removing it, as a share of" in " ".join(" ".join(lines).split())
     row = layer_rows(lines)["0"]
     assert row[:2] == [f"{mean(map(RANK.value, heads[:12])):.2f}", "0.50"]  # at first 64 of 128 tokens
     assert row[-2:] == ["+0.0%", "+5.5%"]  # heads 0 to 11, of a loss of 2
     for width in (56, 60, 79, 80, 84):
         narrow = document_text(audit_document(audit.model_copy(update=found)), width)
         assert max(len(line) for line in narrow.splitlines() if not line.startswith("→")) <= width
-        assert narrow.count("+5.5%") == 6
+        assert narrow.count("+5.5%") == 7  # six layers, and the verdict
         assert narrow.count("cheapest") == 2  # in the table and its explanation
 
 

@@ -23,8 +23,7 @@ from rankwise.auditing.measure_table import PICTURED as PICTURED
 from rankwise.auditing.records import AtInit as AtInit
 from rankwise.auditing.records import InitialModels as InitialModels
 from rankwise.importance.records import HeadImportance as HeadImportance
-from rankwise.importance.records import ImportanceRecord
-from rankwise.importance.records import RemovableSet as RemovableSet
+from rankwise.importance.records import ImportanceRecord, RemovableSet
 from rankwise.tracing import Address
 
 Fields = Mapping[str, Any]
@@ -94,6 +93,15 @@ def importance(**changes: Any) -> ImportanceRecord:
     }  # fmt: skip
     fields = usual | changes
     return ImportanceRecord(**({"reference": abs(fields["value"])} | fields))
+
+
+def removable(heads: Iterable[Address], **changes: Any) -> RemovableSet:
+    """Return a set of heads that costs 0.5 % on held-out sequences."""
+    usual: dict[str, Any] = {
+        "tolerance": 0.01, "chosen_on": 4, "chosen_relative": 0.004, "held_out": 4, "loss": 2.01,
+        "cost": 0.01, "relative": 0.005, "low": 0.001, "high": 0.009, "sorted_by": "exact", "runs": 3,
+    }  # fmt: skip
+    return RemovableSet(heads=[*heads], **(usual | changes))
 
 
 def changed(

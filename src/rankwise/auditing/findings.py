@@ -12,6 +12,7 @@ from rankwise._internals.records import Address, grouped
 from rankwise._internals.statistics import WIDTH_TOLERANCE
 from rankwise.auditing.importance_findings import (
     describe_removable,
+    interval_words,
     narrowing_saves,
     saved_share,
     with_removal_costs,
@@ -171,11 +172,13 @@ def removable(measured: Measured) -> Iterator[Finding]:
     importance = measured.importance
     if importance is not None and (removable := importance.removable) is not None and removable.heads:
         saved = saved_share(removable.heads, measured.heads, measured.states, measured.provenance)
-        numbers = {name: getattr(removable, name) for name in ("cost", "relative", "loss")}
+        names = ("cost", "relative", "low", "high", "held_out", "loss")
+        numbers = {name: getattr(removable, name) for name in names}
         evidence = {"heads": len(removable.heads), **numbers, "parameters": saved}
         words = describe_removable(importance, removable, saved)
         place = Address() if len(removable.heads) > 1 else removable.heads[0]
-        remedy = removal_remedy(importance, saved, removable.relative, removable.tolerance)
+        price = f"these cost {removable.relative:+.2%} on held-out sequences{interval_words(removable)}"
+        remedy = removal_remedy(importance, saved, removable.relative, removable.tolerance, f" ({price})")
         yield _finding("REMOVABLE", place, evidence, words, remedy=remedy)
 
 
@@ -314,10 +317,17 @@ def inactive_block(measured: Measured) -> Iterator[Finding]:
     with_costs=True,
 )  # fmt: skip
 def sink(head: HeadRecord) -> Iterator[Finding]:
-    """Find a head that puts more than nine tenths of its weight on one token."""
+    """Find a head that puts more than nine tenths of its weight on one token.
+
+    A decoder's head that attends to the first token is a note without action: trained decoders have many.
+    """
     if _is_judged(head) and head.max_token_mass > SINK_MASS:
         share = f"{_token_name(head)} takes {head.max_token_mass:.0%} of a row on average"
-        yield _structure("SINK", head, f"{share}: the head passes on little else.")
+        finding = _structure("SINK", head, f"{share}: the head passes on little else.")
+        if head.mask == "causal" and head.first_token_mass > SINK_MASS:
+            normal = Remedy(no_action="a sink on the first token is normal in a decoder")
+            finding = finding.model_copy(update={"severity": "info", "remedy": normal})
+        yield finding
 
 
 @rule(

@@ -5,12 +5,13 @@ Audits evaluate the functions that rows name, records hold the values, and compa
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 from rankwise._internals.records import MISSING, Number, Record, format_number
+from rankwise._internals.statistics import mean
 
 REFERENCES = {
     "one_hot_rank": "one-hot rows",
@@ -96,6 +97,8 @@ class Measure:
     """Title of the measure's column on the console; empty if it has no column there."""
     summed: bool = False
     """True if the value of a layer is the sum over its heads, not the mean."""
+    maximum: bool = False
+    """True if a record has the maximum over sequences and a layer the maximum over heads, not the means."""
     share: bool = False
     """True if the value is shown divided by min(T, S)."""
     if_signed: str = ""
@@ -116,6 +119,13 @@ class Measure:
     def label(self) -> str:
         """Name in texts: `symbol`, or else the name of the field with spaces."""
         return self.symbol or self.name.replace("_", " ")
+
+    def over_heads(self, values: Iterable[float]) -> float:
+        """Return the value of a layer: maximum, sum or mean of finite values; NaN if there is none."""
+        finite = [value for value in values if math.isfinite(value)]
+        if self.maximum or self.summed:
+            return (max(finite) if self.maximum else sum(finite)) if finite else math.nan
+        return mean(finite)
 
     def applies_to(self, head: Any) -> bool:
         """Return True if the measure is informative for the kind of mixer of a head."""
@@ -256,6 +266,26 @@ class HeadMeasures(Record):
         kinds=("softmax",), known_only=True, console="required\nwidth", late=True,
         meaning="Smallest query/key width that changes the attention by at most 0.01 nats (KL to second "
         "order, equal weight for all rows). It holds for these sequences: others can need more.",
+    )] = math.nan
+    largest_logit: Annotated[Number, HeadMeasure(
+        title="Largest logit", formula="max z_ij over all sequences and unmasked pairs i, j; M = softmax(z)",
+        range=Range("(−∞, ∞)"), low="smallest in the audit", high="largest in the audit", digits=1,
+        cost="included in a pass over the rows", kinds=("softmax",), known_only=True, maximum=True,
+        function="largest_logit",
+        meaning="Largest number of which the softmax is taken, after scale, bias and soft cap; the maximum "
+        "over sequences, and over the heads of a layer. If it grows, training can become unstable; training "
+        "frameworks act at 100.",
+    )] = math.nan
+    query_norm: Annotated[Number, HeadMeasure(
+        title="Norm of queries", formula="mean of ‖q_i‖ over the queries that enter the product q_i·k_j",
+        range=POSITIVE, low="all zero", high="large", digits=1, cost="O(T K)", kinds=("softmax",),
+        known_only=True, drawn=False,
+        meaning="Mean norm of queries, after norms and rotation and before the factor of the logits.",
+    )] = math.nan
+    key_norm: Annotated[Number, HeadMeasure(
+        title="Norm of keys", formula="mean of ‖k_j‖ over the keys that enter the product q_i·k_j",
+        range=POSITIVE, low="all zero", high="large", digits=1, cost="O(S K)", kinds=("softmax",),
+        known_only=True, drawn=False, meaning="Mean norm of keys, after norms and rotation.",
     )] = math.nan
     sigma_max: Annotated[Number, HeadMeasure(
         title="Largest singular value", short="σ max", symbol="σ_max", formula="σ_1", range=POSITIVE,

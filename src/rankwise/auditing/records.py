@@ -358,7 +358,7 @@ class Verdict(Record):
     actions: tuple[str, ...] = ()
     """Remedies of at most three findings, most urgent first, with commands in backticks."""
     no_action: str = ""
-    """Reason why no action is recommended; empty if the sentence says it."""
+    """Sentence on an action that is not recommended, and why; empty if there is nothing to say."""
 
 
 class Provenance(Record):

@@ -33,9 +33,11 @@ RANKS = ("numerical_rank", "rank_low", "rank_high", "random_rank", "uniform_rank
 """Fields of a head record whose mean is known only if all sequences have a value."""
 MEANS = (
     *("tokens", "sources", "full_rank", "one_hot_rank"),
-    *(row.name for row in HEAD_MEASURES if not row.late and row.name not in RANKS),
+    *(row.name for row in HEAD_MEASURES if not (row.late or row.maximum) and row.name not in RANKS),
 )
 """Fields of a head record that are means over the sequences in which the value is known."""
+MAXIMA = tuple(row.name for row in HEAD_MEASURES if row.maximum)
+"""Fields of a head record that are maxima over the sequences in which the value is known."""
 SIZES = ("tokens", "sources", "full_rank")
 """Fields in `MEANS` without a standard deviation in records."""
 ERRORS = ("numerical_rank", "scale_free_rank", "effective_rank", "stable_rank", "sigma_max")
@@ -60,6 +62,8 @@ class HeadStatistics:
     """Moments of the fields in `MEANS` and `RANKS`, shape (H,) each."""
     stderr: dict[str, Moments]
     """Standard errors of the measures in `ERRORS`, shape (H,) each; 0 for exact ranks."""
+    maxima: dict[str, Floats]
+    """Values of the fields in `MAXIMA`, shape (H,) each; NaN if unknown."""
     distances: Moments
     """Distances between heads, shape (H, H)."""
     nonfinite_sequences: Floats
@@ -81,6 +85,7 @@ class HeadStatistics:
             *(mixer, kind, cross, heads),
             measures={name: Moments.empty(number) for name in (*MEANS, *RANKS)},
             stderr={name: Moments.empty(number) for name in ERRORS},
+            maxima={name: np.full(number, np.nan) for name in MAXIMA},
             distances=Moments.empty(number, number),
             **counts,
             examples=[HeadExamples() for _ in heads],
@@ -95,6 +100,8 @@ class HeadStatistics:
         for kind in ("measures", "stderr"):
             for name, moments in getattr(self, kind).items():
                 moments.merge(getattr(other, kind)[name])
+        for name, values in other.maxima.items():
+            self.maxima[name] = np.fmax(self.maxima[name], values)
         self.distances.merge(other.distances)
         for name in COUNTS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
@@ -128,6 +135,7 @@ class HeadStatistics:
             example = self.examples[index]
             peak, peak_sequences = example.peak
             fields: dict[str, Any] = {name: float(mean[index]) for name, (_, mean, _) in numbers.items()}
+            fields |= {name: float(values[index]) for name, values in self.maxima.items()}
             record = HeadRecord(
                 **fields,
                 stack=self.mixer.stack, site=self.mixer.site, layer=self.mixer.layer or 0,
@@ -172,6 +180,10 @@ class HeadStatistics:
                 for name in (*MEANS, *RANKS)
             },
             stderr={name: moments(f"stderr of {name}", errors(name)) for name in ERRORS},
+            maxima={
+                name: np.array([getattr(record, name) for record in records], dtype=np.float64)
+                for name in MAXIMA
+            },
             distances=_distances_of(records),
             **counts,
             examples=[HeadExamples.from_record(record) for record in records],

@@ -183,7 +183,7 @@ def _hints(audit: Audit) -> list[str]:
         (audit.heads, "attention rank 1.00 = full rank, as many independent patterns as tokens"),
         (audit.at_init, "at initialization: of the same model untrained, on the same data"),
         (any(head.random_rank >= 0 for head in audit.heads), "random heads: of random queries and keys"),
-        (audit.states, "spread after the layer: of directions, 0 = most tokens are parallel"),
+        (audit.states, "spread after: 0 = most tokens are parallel"),
         (has_costs, f"cheapest, costliest head: {costs}, as a share of {reference}"),
     )
     passes = 1 + len(audit.heads).bit_length() + MORE_TRIES
@@ -260,8 +260,7 @@ def _initial_share(heads: Sequence[HeadRecord]) -> str:
 
 
 def _layer_number(measure: HeadMeasure, heads: Sequence[HeadRecord]) -> str:
-    values = [value for head in heads if math.isfinite(value := measure.value(head))]
-    whole = sum(values) if measure.summed and values else mean(values)
+    whole = measure.over_heads(map(measure.value, heads))
     mark = "≈" if any(measure.name in head.stderr for head in heads) else ""
     return mark + format_number(whole, measure.digits)
 

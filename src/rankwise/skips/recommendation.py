@@ -51,7 +51,7 @@ AuditT = TypeVar("AuditT", bound=Audit)
 
 APART = 0.1
 """Least direction spread that a tried λ must leave after every block. In docs/tutorials/repair-collapse.md a
-model does not train with λ = 4, which leaves 0.05, and does with 8, which leaves 0.15."""
+model does not train with λ = 4, which leaves 0.04, and does with 8, which leaves 0.13."""
 SAMPLE = 4
 """Number of sequences that `recommend` examines if a batch is a dict."""
 AGAIN = "the model ran again on the first batch"
