@@ -100,6 +100,7 @@ def summary(audit: Audit) -> Report:
         "findings": sorted({finding.code for finding in audit.findings}),
         "layers": [
             {name: mean(measure.value(head) for head in heads) for name, measure in measures.items()}
+            | {"largest_logit": max(head.largest_logit for head in heads)}
             for heads in layers.values()
         ],
         "states": [
@@ -166,7 +167,8 @@ def on_texts(subject: Any, texts: dict[str, Path], settings: Settings) -> list[R
             {
                 "by": way,
                 "heads": [[head.layer, head.head] for head in chosen.heads],
-                "here": chosen.relative,
+                "chosen": chosen.chosen_relative,
+                "priced": [chosen.relative, chosen.low, chosen.high],
                 "elsewhere": {
                     other: ablation_cost(subject.model, batches, chosen.heads).relative
                     for other, batches in held_out.items()
@@ -234,9 +236,11 @@ def audit_table(models: dict[str, Report]) -> str:
             row += [number(means["effective_rank"], ".1f"), number(means["first_token_mass"])]
             row.append(number(min(state["direction_spread"] for state in states), ".3f"))
             row.append(number(max(state["largest_norm_ratio"] for state in states), ".1f"))
+            row.append(number(max(layer["largest_logit"] for layer in audit["layers"]), ".0f"))
             rows.append([*row, ", ".join(audit["findings"]) or "none"])
     heads = ("model", "tokens", "loss, nats", "rank share", "effective rank", "first-token mass")
-    return markdown_table((*heads, "lowest direction spread", "largest norm / median", "findings"), rows)
+    extremes = ("lowest direction spread", "largest norm / median", "largest logit")
+    return markdown_table((*heads, *extremes, "findings"), rows)
 
 
 STATE_FORMS = {
@@ -252,13 +256,16 @@ STATE_FORMS = {
 
 
 def state_table(audit: Report) -> str:
-    """Return a row per state of an audit, with the mean rank share of the block before it."""
-    shares = ["–", *(number(layer["numerical_rank"]) for layer in audit["layers"])]
-    rows = [
-        [str(at), share, *(number(state[name], form) for name, (_, form) in STATE_FORMS.items())]
-        for at, (share, state) in enumerate(zip(shares, audit["states"], strict=True))
+    """Return a row per state of an audit, with mean rank share and largest logit of the block before it."""
+    before = [("–", "–")]
+    before += [
+        (number(layer["numerical_rank"]), number(layer["largest_logit"], ".0f")) for layer in audit["layers"]
     ]
-    heads = ("blocks", "rank share", *(title for title, _ in STATE_FORMS.values()))
+    rows = [
+        [str(at), *block, *(number(state[name], form) for name, (_, form) in STATE_FORMS.items())]
+        for at, (block, state) in enumerate(zip(before, audit["states"], strict=True))
+    ]
+    heads = ("blocks", "rank share", "largest logit", *(title for title, _ in STATE_FORMS.values()))
     return markdown_table(heads, rows)
 
 
@@ -308,12 +315,14 @@ def importance_table(models: dict[str, Report]) -> str:
 def set_table(own: Sequence[Report], columns: Sequence[str]) -> str:
     """Return a row per set of removable heads, and its costs on other sequences of each text."""
     rows = [
-        [text["text"], chosen["by"], str(len(chosen["heads"])), f"{chosen['here']:+.1%}"]
+        [text["text"], chosen["by"], str(len(chosen["heads"])), f"{chosen['chosen']:+.1%}"]
+        + ["{:+.1%} ({:+.1%} to {:+.1%})".format(*chosen["priced"])]
         + [f"{chosen['elsewhere'][other]:+.1%}" for other in columns]
         for text in own
         for chosen in text["sets"]
     ]
-    return markdown_table(("chosen on", "sorted by", "heads", "cost there", *columns), rows)
+    heads = ("chosen on", "sorted by", "heads", "cost where chosen", "stated price and its interval")
+    return markdown_table((*heads, *columns), rows)
 
 
 def agreement(own: Sequence[Report]) -> str:

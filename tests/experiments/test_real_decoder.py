@@ -10,7 +10,7 @@ from experiments import real_models
 from experiments.rank import real_decoder as study
 from transformers import LlamaConfig, LlamaForCausalLM
 
-SMALL = study.Settings(tokens=16, calibration=1, held_out=1, depths=(0.5,), kept=(0.0, 0.25))
+SMALL = study.Settings(tokens=16, calibration=2, held_out=2, depths=(0.5,), kept=(0.0, 0.25))
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def model() -> Any:
 
 @pytest.fixture
 def batches() -> list[dict[str, torch.Tensor]]:
-    return [{"input_ids": torch.randint(3, 64, (1, 16))} for _ in range(2)]
+    return [{"input_ids": torch.randint(3, 64, (1, 16))} for _ in range(4)]
 
 
 def test_all_tokens_but_the_first_are_equal_and_only_inside(model, batches) -> None:
@@ -69,7 +69,7 @@ def test_sets_are_chosen_on_one_text_and_priced_on_others(model, batches, monkey
         assert len(own["exact"]["costs"]) == len(own["estimate"]["costs"]) == 8
         assert own["exact"]["backward"] == 0 < own["estimate"]["backward"]
         for chosen in own["sets"]:
-            assert chosen["here"] <= 0.01
+            assert chosen["chosen"] <= 0.01
             assert set(chosen["elsewhere"]) == {"one", "two"}
 
 
