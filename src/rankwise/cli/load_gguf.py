@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +30,7 @@ def gguf_location(name: str) -> tuple[str, dict[str, str]]:
 def read_once(name: str) -> Iterator[Any]:
     """Yield the `GGUFReader` of a GGUF file, which transformers uses inside the block; None for other models.
 
-    transformers parses the file for the configuration, the weights and the tokenizer, each time for
-    many seconds.
+    transformers would parse the file two or three times, for many seconds each if the vocabulary is large.
 
     Raise `InputError` if the file is not one whole GGUF file, or a package is missing.
     """
@@ -50,7 +48,7 @@ def read_once(name: str) -> Iterator[Any]:
     need_package("accelerate", subject, "gguf")
     gguf: Any = need_package("gguf", subject, "gguf")
     try:
-        reader = _reader(path, path.stat().st_mtime_ns)
+        reader = _quick_reader(gguf.GGUFReader)(path)
     except Exception as error:  # of indices, shapes, characters or unknown types, wherever the file ends
         got = f"{type(error).__name__}: {first_line(error)}"
         fix = "If it is cut, download it again; if it is new, `pip install -U gguf`."
@@ -66,15 +64,11 @@ def read_once(name: str) -> Iterator[Any]:
         gguf.GGUFReader = original
 
 
-@lru_cache(maxsize=1)
-def _reader(path: Path, changed: int) -> Any:
-    """Return the reader of a file that was changed at the given time."""
-    import gguf
+def _quick_reader(kind: Any) -> Any:
+    """Return a subclass that reads plain arrays, because slices of memory maps take four times as long."""
     import numpy as np
 
-    class Reader(gguf.GGUFReader):
-        """Reader of plain arrays, because slices of memory maps take four times as long."""
-
+    class Reader(kind):
         @property
         def data(self) -> Any:
             return self._data
@@ -83,7 +77,7 @@ def _reader(path: Path, changed: int) -> Any:
         def data(self, memory_map: Any) -> None:
             self._data = np.asarray(memory_map)
 
-    return Reader(path)
+    return Reader
 
 
 def _value(reader: Any, key: str) -> int:
