@@ -155,8 +155,8 @@ def test_files_that_transformers_cannot_read_are_refused_in_one_line(write, tmp_
     original = gguf.GGUFReader
     cases = {
         "split": (
-            {"split_count": 2, "split_no": 0},
-            "got part 1 of 2. Join the parts: `llama-gguf-split --merge",
+            {"split_count": 2},
+            "got one of 2 parts. Join them: `llama-gguf-split --merge",
         ),
         "new": (
             {"architecture": "rwkv9"},
@@ -181,24 +181,15 @@ def test_a_package_that_is_missing_is_named(tmp_path, monkeypatch) -> None:
                 load_model(str(path))
 
 
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        (None, "m.gguf: expected a GGUF file, got no such file. Check the path."),
-        (
-            b"version https://git-lfs",
-            "m.gguf: expected a file that begins with GGUF, got 'vers'. Download it",
-        ),
-        (b"", "got ''"),
-    ],
-)
-def test_other_files_are_refused(content, says, tmp_path) -> None:
+@pytest.mark.parametrize("content", [b"version https://git-lfs", b"", None])
+def test_other_files_are_refused(content: bytes | None, tmp_path) -> None:
+    pytest.importorskip("gguf")
     path = tmp_path / "m.gguf"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(InputError) as told:
+    says = "a GGUF file, got no such file" if content is None else "a whole GGUF file, got ValueError: "
+    with pytest.raises(InputError, match=f"m.gguf: expected {says}"):
         load_model(str(path))
-    assert says in str(told.value)
 
 
 def test_a_folder_of_files_is_refused_with_advice(tmp_path) -> None:

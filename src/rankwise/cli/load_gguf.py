@@ -41,10 +41,6 @@ def read_once(name: str) -> Iterator[Any]:
     if not path.is_file():
         got = "a folder" if path.is_dir() else "no such file"
         raise InputError(subject, expected="a GGUF file", got=got, fix="Check the path.")
-    with path.open("rb") as file:
-        if (start := file.read(4)) != b"GGUF":
-            expected, got = "a file that begins with GGUF", repr(start)[1:]
-            raise InputError(subject, expected=expected, got=got, fix="Download it again, or rename it.")
     need_package("accelerate", subject, "gguf")
     gguf: Any = need_package("gguf", subject, "gguf")
     try:
@@ -53,10 +49,10 @@ def read_once(name: str) -> Iterator[Any]:
         got = f"{type(error).__name__}: {first_line(error)}"
         fix = "If it is cut, download it again; if it is new, `pip install -U gguf`."
         raise InputError(subject, expected="a whole GGUF file", got=got, fix=fix) from error
-    if (parts := _value(reader, "split.count")) > 1:
-        got = f"part {_value(reader, 'split.no') + 1} of {parts}"
-        fix = "Join the parts: `llama-gguf-split --merge FIRST_PART.gguf WHOLE.gguf`."
-        raise InputError(subject, expected="one GGUF file with all weights", got=got, fix=fix)
+    split = reader.fields.get("split.count")
+    if split is not None and (parts := int(split.parts[split.data[0]][0])) > 1:
+        fix = "Join them: `llama-gguf-split --merge FIRST_PART.gguf WHOLE.gguf`."
+        raise InputError(subject, expected="a whole GGUF file", got=f"one of {parts} parts", fix=fix)
     original, gguf.GGUFReader = gguf.GGUFReader, lambda *_: reader
     try:
         yield reader
@@ -78,12 +74,6 @@ def _quick_reader(kind: Any) -> Any:
             self._data = np.asarray(memory_map)
 
     return Reader
-
-
-def _value(reader: Any, key: str) -> int:
-    """Return a number of the metadata, or 0 if there is none."""
-    field = reader.fields.get(key)
-    return 0 if field is None else int(field.parts[field.data[0]][0])
 
 
 def as_plain_model(model: nn.Module, reader: Any) -> str:
