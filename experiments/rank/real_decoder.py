@@ -45,6 +45,7 @@ STATES = (
     "effective_rank", "effective_rank_without_massive",
 )  # fmt: skip
 DTYPES = ("float32", "bfloat16")
+WAYS = ("exact", "estimate")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,8 +127,10 @@ def forced(model: nn.Module, blocks: Any, batches: Sequence[Any], settings: Sett
     return reports
 
 
-def costs(model: nn.Module, batches: Sequence[Any], tolerance: float | None) -> tuple[Report, dict[str, Any]]:
-    """Measure every head both ways; return a report, and the removable heads of each way."""
+def costs(
+    model: nn.Module, batches: Sequence[Any], tolerance: float | None, ways: Sequence[str] = WAYS
+) -> tuple[Report, dict[str, Any]]:
+    """Measure every head in each way; return a report, and the removable heads of each way."""
     audit = rw.audit(model, batches)
     heads = [[head.layer, head.head] for head in audit.heads]
     report: Report = {"heads": heads}
@@ -137,7 +140,7 @@ def costs(model: nn.Module, batches: Sequence[Any], tolerance: float | None) -> 
         if measure.name in RANKS
     }
     removable = {}
-    for way in ("exact", "estimate"):
+    for way in ways:
         settings = ImportanceSettings(exact=way == "exact", estimates=way == "estimate", tolerance=tolerance)
         begun = time.process_time()
         found = measure_importance(model, batches, settings)
@@ -155,14 +158,17 @@ def costs(model: nn.Module, batches: Sequence[Any], tolerance: float | None) -> 
 
 
 def on_texts(subject: Any, texts: dict[str, Path], settings: Settings) -> list[Report]:
-    """Choose removable heads on each text, and price them on other sequences of every text."""
+    """Choose removable heads on each text, and price them on other sequences of every text.
+
+    Estimates are measured on the first text alone.
+    """
     count = settings.calibration + settings.held_out
     every = {name: sequences(subject, text, settings.tokens, count) for name, text in texts.items()}
     step = count // settings.calibration
     held_out = {name: [one for at, one in enumerate(own) if at % step] for name, own in every.items()}
     reports = []
     for name, own in every.items():
-        report, removable = costs(subject.model, own[::step], 0.01)
+        report, removable = costs(subject.model, own[::step], 0.01, WAYS[: 1 if reports else 2])
         sets = [
             {
                 "by": way,
@@ -206,7 +212,7 @@ def measure(data: Path) -> Report:
     models[name]["importance"] = on_texts(subject, texts, settings)  # of the dtype that is saved
     if (encoder := mpnet()) is not None:
         subject, last = load_model(str(encoder)), list(texts)[-1]
-        model = subject.model
+        model = subject.model.base_model  # its output layer was not trained with it
         batches = sequences(subject, texts[last], settings.tokens, 1)
         models["all-mpnet-base-v2"] = {
             "audits": [{"tokens": settings.tokens, **summary(rw.audit(model, batches))}],
@@ -291,24 +297,26 @@ def importance_table(models: dict[str, Report]) -> str:
     rows = []
     for name, model in models.items():
         for own in model.get("importance", ()):
-            exact, estimate = own["exact"], own["estimate"]
+            exact, estimate = own["exact"], own.get("estimate")
             order = sorted(range(len(exact["costs"])), key=exact["costs"].__getitem__)
             ranks = [spearman(values, exact["costs"]) for values in own["ranks"].values()]
-            row = [name, own["text"], str(len(order)), number(spearman(estimate["costs"], exact["costs"]))]
-            row.append(f"{min(ranks):.2f} to {max(ranks):.2f}")
-            for head in (order[0], order[-1]):
-                row.append(f"{exact['costs'][head]:+.1%}, {estimate['costs'][head]:+.1%}")
-            row += [f"{exact['forward']:.0f}", f"{estimate['forward']:.0f} and {estimate['backward']:.0f}"]
-            rows.append([*row, number(estimate["seconds"] / exact["seconds"])])
-    heads = (
-        "model",
-        "text",
-        "heads",
-        "Spearman, estimate",
-        "Spearman, ranks",
-        "cheapest head: exact, estimated",
+            row = [name, own["text"], str(len(order)), f"{min(ranks):.2f} to {max(ranks):.2f}"]
+            row += [f"{exact['costs'][head]:+.1%}" for head in (order[0], order[-1])]
+            row.append(f"{exact['forward']:.0f}")
+            if estimate:
+                row.append(number(spearman(estimate["costs"], exact["costs"])))
+                row += [f"{estimate['costs'][head]:+.1%}" for head in (order[0], order[-1])]
+                row.append(f"{estimate['forward']:.0f} and {estimate['backward']:.0f}")
+                row.append(number(estimate["seconds"] / exact["seconds"]))
+            rows.append([*row, *[""] * (12 - len(row))])
+    heads = ("model", "text", "heads", "Spearman of ranks", "cheapest head", "costliest head", "passes")
+    more = (
+        "Spearman of estimates",
+        "cheapest",
+        "costliest",
+        "forward and backward passes",
+        "seconds / exact",
     )
-    more = ("costliest head", "passes, exact", "forward and backward, estimate", "seconds, estimate / exact")
     return markdown_table((*heads, *more), rows)
 
 
