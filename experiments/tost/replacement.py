@@ -118,7 +118,7 @@ def batches(ids: Tensor, size: int) -> list[Batch]:
 
 def guides(model: nn.Module, given: list[Batch]) -> dict[str, list[float]]:
     """Return, by layer, the loss without its attention, and the mean effective rank of its heads."""
-    settings = ImportanceSettings(tolerance=None, probes=0)
+    settings = ImportanceSettings(exact=False, tolerance=None, probes=0)
     mixers: dict[Address, list[Address]] = {}
     for head in measure_importance(model, given[:1], settings).heads:
         mixers.setdefault(head.at(None), []).append(head)
