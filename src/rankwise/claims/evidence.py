@@ -1,6 +1,8 @@
 """Run a model once as it is and once at initialization, and cut heads and token states into sequences."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -19,6 +21,8 @@ from rankwise.auditing.reference_ranks import masks_of
 from rankwise.operators import IndexedMixing, MixingOperator, SoftmaxMixing
 from rankwise.tracing import Address, CapturedMixer, capture, record_calls
 
+Place = tuple[int, int]
+"""Address of a sequence: index of its forward pass, and row in the batch."""
 MIN_TOKENS = 8
 """Least number of real tokens of a sequence. In shorter sequences every rank is low and every token near."""
 
@@ -36,7 +40,7 @@ class Heads:
     """Heads of one call of an attention module on one sequence, without padding."""
 
     mixer: Address
-    sequence: int
+    sequence: Place
     whole: MixingOperator
     """Operator (1, H, T, S) with padding; ``cut`` removes the padding."""
     cut: Callable[[MixingOperator], MixingOperator]
@@ -63,7 +67,7 @@ class States:
 
     stack: str
     blocks: int
-    sequence: int
+    sequence: Place
     tokens: Float64[Tensor, "T D"]
 
 
@@ -133,37 +137,77 @@ class Evidence:
 
 
 def _run(model: nn.Module, batches: Sequence[Any]) -> Run:
-    sizes: list[int] = []
-    with eval_mode(model), torch.no_grad(), capture(model, values=True) as trace:
-        is_norm = record_calls(model, lambda name, module: isinstance(module, nn.LayerNorm))
-        with is_norm as norms:
-            for number, given in enumerate(batches):
-                batch = drop_unused_labels(model, given)[0]
-                with batch_errors(model, batch, f"`batches`, batch {number + 1}"):
-                    run_model(model, to_device(batch, device_of(model)))
-    first: dict[int, int] = {}
-    for state in trace.states:
-        if state.forward_pass not in first:
-            first[state.forward_pass] = sum(sizes)
-            sizes.append(len(state.tokens))
-    states, short, total = [], 0, {}
+    with ExitStack() as stack:
+        stack.enter_context(eval_mode(model))
+        stack.enter_context(torch.no_grad())
+        norms = stack.enter_context(record_calls(model, _is_layer_norm, copy=True))
+        trace = stack.enter_context(capture(model, values=True))
+        for number, given in enumerate(batches):
+            batch = drop_unused_labels(model, given)[0]
+            with batch_errors(model, batch, f"`batches`, batch {number + 1}"):
+                run_model(model, to_device(batch, device_of(model)))
+    lengths: dict[Place, int] = {}
+    states, heads, why = [], [], Counter[str]()
     for state in trace.states:
         for row, tokens in enumerate(as_float64(state.tokens)):
             real = tokens if state.mask is None else tokens[state.mask[row].to(tokens.device)]
-            sequence = first[state.forward_pass] + row
-            total[sequence] = len(real)
-            if len(real) >= MIN_TOKENS and bool(real.isfinite().all()):
+            sequence = state.forward_pass, row
+            lengths[sequence] = len(real)
+            if reason := _unusable(real):
+                why[reason] += 1
+            else:
                 states.append(States(state.stack, state.layer, sequence, real))
-            short += len(real) < MIN_TOKENS
-    heads = [
-        one
-        for mixer in trace.mixers
-        if mixer_kind(mixer.kind).rows_are_means and mixer.kind != "linear" and not mixer.cross
-        for one in _by_sequence(mixer, first.get(mixer.forward_pass, 0))
-    ]
-    short_words = f"no sequence has {MIN_TOKENS} tokens"
+    for mixer in trace.mixers:
+        if not mixer_kind(mixer.kind).rows_are_means or mixer.kind == "linear" or mixer.cross:
+            continue
+        if mixer.operator.shape[0] != mixer.sequences:
+            why["attention mixes windows of a sequence one by one"] += 1
+            continue
+        for row in range(mixer.sequences):
+            lengths.setdefault((mixer.forward_pass, row), int(mixer.valid_tokens[row].sum()))
+            one = _of_sequence(mixer, row)
+            if isinstance(one, str):
+                why[one] += 1
+            else:
+                heads.append(one)
     return Run(
         heads, states, frozenset(mixer.kind for mixer in trace.mixers),
-        [(call.module, call.args[0]) for call in norms if call.args], len(total), sum(total.values()),
-        short_words if short else "states or attention are not finite, or no mixer sees whole sequences",
+        [(call.module, call.args[0]) for call in norms if call.args],
+        len(lengths), sum(lengths.values()), why.most_common(1)[0][0] if why else "nothing was captured",
+    )  # fmt: skip
+
+
+def _is_layer_norm(name: str, module: nn.Module) -> bool:
+    return isinstance(module, nn.LayerNorm)
+
+
+def _unusable(tokens: Tensor) -> str:
+    """Return why a sequence is left out; an empty string if it is used."""
+    if len(tokens) < MIN_TOKENS:
+        return f"no sequence has {MIN_TOKENS} tokens or more"
+    return "" if bool(tokens.isfinite().all()) else "numbers are NaN or infinite"
+
+
+def _of_sequence(mixer: CapturedMixer, row: int) -> Heads | str:
+    """Return the heads of one sequence, or the reason why they are left out."""
+    rows, columns = mixer.valid_tokens[row], mixer.valid_sources[row]
+    whole, softmax = mixer.operator[row : row + 1], isinstance(mixer.operator, SoftmaxMixing)
+
+    def cut(operator: MixingOperator) -> MixingOperator:
+        full = bool(rows.all()) and bool(columns.all())
+        return operator if full else IndexedMixing(operator, rows, columns)
+
+    def real(tensor: Tensor | None, kept: Tensor) -> Tensor | None:
+        return None if tensor is None else as_float64(tensor[row])[..., kept.to(tensor.device), :]
+
+    query = real(mixer.operator.query, rows) if softmax else None
+    key = real(mixer.operator.key, columns) if softmax else None
+    if int(rows.sum()) < MIN_TOKENS:
+        return _unusable(torch.empty(0))
+    formed = [tensor for tensor in (query, key) if tensor is not None] or [cut(whole).dense()]
+    if reason := next(filter(None, (_unusable(tensor.flatten(0, -2)) for tensor in formed)), ""):
+        return reason
+    return Heads(
+        mixer.address(), (mixer.forward_pass, row), whole, cut, query, key,
+        real(mixer.values, columns), real(mixer.output, rows),
     )  # fmt: skip
