@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 from rankwise._internals import lazy_names
 
 if TYPE_CHECKING:
-    from rankwise.claims.records import CheckedClaim, ClaimTable
-    from rankwise.claims.run import CLAIMS, check
+    from rankwise.claims.records import CheckedClaim
+    from rankwise.claims.run import check
 
-__all__ = ["CLAIMS", "CheckedClaim", "ClaimTable", "check"]
+__all__ = ["CheckedClaim", "check"]
 
 __getattr__, __dir__ = lazy_names(__name__)

@@ -1,64 +1,57 @@
-"""Run a model once as it is and once at initialization, and cut heads and token states into sequences."""
+"""Run a model as it is and at initialization, and give claims its heads and token states by sequence."""
 
-from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from inspect import getdoc
 from typing import Any
 
 import torch
-from jaxtyping import Float, Float64
+from jaxtyping import Float64
 from torch import Tensor, nn
 
 from rankwise._internals.batches import drop_unused_labels, to_device
 from rankwise._internals.forward import device_of, eval_mode, run_model
 from rankwise._internals.linalg import as_float64
+from rankwise._internals.records import grouped
 from rankwise.auditing import InitializationError, reinitialized
 from rankwise.auditing.error_hints import batch_errors
 from rankwise.auditing.measure_table import mixer_kind
-from rankwise.auditing.reference_ranks import masks_of
-from rankwise.operators import IndexedMixing, MixingOperator, SoftmaxMixing
-from rankwise.tracing import Address, CapturedMixer, capture, record_calls
+from rankwise.claims.records import CheckedClaim
+from rankwise.operators import IndexedMixing, MixingOperator
+from rankwise.tracing import CapturedMixer, capture, record_calls
 
-Place = tuple[int, int]
-"""Address of a sequence: index of its forward pass, and row in the batch."""
 MIN_TOKENS = 8
-"""Least number of real tokens of a sequence. In shorter sequences every rank is low and every token near."""
+"""Least number of real tokens of a sequence. In shorter ones every rank is low and all tokens are alike."""
 
 
 class NotMeasurableError(Exception):
-    """Raised by the check of a claim that a model or its data cannot show; ``ours`` is shown all the same."""
-
-    def __init__(self, reason: str, ours: str = "") -> None:
-        super().__init__(reason)
-        self.reason, self.ours = reason, ours
+    """Raised if a claim cannot be measured on a model or its data. Arguments: reason, and numbers to show."""
 
 
 @dataclass(frozen=True)
 class Heads:
     """Heads of one call of an attention module on one sequence, without padding."""
 
-    mixer: Address
-    sequence: Place
-    whole: MixingOperator
-    """Operator (1, H, T, S) with padding; ``cut`` removes the padding."""
-    cut: Callable[[MixingOperator], MixingOperator]
-    query: Float[Tensor, "H T K"] | None
-    key: Float[Tensor, "Hkv S K"] | None
-    value: Float[Tensor, "Hv S V"] | None
-    output: Float[Tensor, "H T V"] | None
-    """Output M V of the heads."""
+    mixer: CapturedMixer
+    row: int
+    """Index of the sequence in its batch."""
 
-    @cached_property
-    def operator(self) -> MixingOperator:
-        """Mixing matrices (1, H, T, S) of the real tokens."""
-        return self.cut(self.whole)
+    @property
+    def sequence(self) -> tuple[int, int]:
+        """Forward pass and row of the sequence."""
+        return self.mixer.forward_pass, self.row
 
-    @cached_property
-    def masks(self) -> set[str]:
-        """Names of the masks of the heads."""
-        return {mask.name for mask in masks_of(self.operator)[0]}
+    def matrices(self, operator: MixingOperator | None = None) -> MixingOperator:
+        """Return the attention matrices (1, H, T, S), or those of another operator of the mixer's shape."""
+        whole = (self.mixer.operator if operator is None else operator)[self.row : self.row + 1]
+        return IndexedMixing(whole, self.mixer.valid_tokens[self.row], self.mixer.valid_sources[self.row])
+
+    def real(self, name: str) -> Float64[Tensor, "H T K"] | None:
+        """Return the query, key, values or output of each head (or key head). None if it is unknown."""
+        tensor = getattr(self.mixer, name, getattr(self.mixer.operator, name, None))
+        kept = self.mixer.valid_tokens if name in ("query", "output") else self.mixer.valid_sources
+        return None if tensor is None else as_float64(tensor[self.row])[:, kept[self.row].to(tensor.device)]
 
 
 @dataclass(frozen=True)
@@ -67,147 +60,120 @@ class States:
 
     stack: str
     blocks: int
-    sequence: Place
+    sequence: tuple[int, int]
     tokens: Float64[Tensor, "T D"]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Run:
-    """Heads and token states of all sequences with `MIN_TOKENS` finite tokens, in the order of the model."""
+    """Heads and states of the sequences with at least `MIN_TOKENS` tokens and finite numbers."""
 
-    heads: Sequence[Heads]
-    states: Sequence[States]
-    kinds: frozenset[str]
-    """Kinds of the mixers, such as softmax."""
-    layer_norms: Sequence[tuple[nn.LayerNorm, Float[Tensor, "... T D"]]]
-    """Calls of LayerNorm: the module and its input."""
-    sequences: int
-    tokens: int
-    why_empty: str
+    kinds: set[str] = field(default_factory=set)
+    """Kinds of the captured mixers."""
+    layer_norms: list[tuple[nn.LayerNorm, Tensor]] = field(default_factory=list)
+    """LayerNorms and their inputs, by call."""
+    heads: list[Heads] = field(default_factory=list)
+    states: list[States] = field(default_factory=list)
+    why_none: str = "no token states were found"
 
-    def attention(self) -> Sequence[Heads]:
-        """Return the heads of softmax attention. Raise `NotMeasurableError` if there are none."""
-        if not self.heads:
-            kinds = ", ".join(sorted(self.kinds))
-            no_attention = not any(mixer_kind(kind).rows_are_means for kind in self.kinds)
-            raise NotMeasurableError(f"mixers are {kinds}" if no_attention else self.why_empty)
-        return self.heads
-
-    def with_queries(self) -> list[Heads]:
-        """Return the heads with queries and keys. Raise `NotMeasurableError` if there are none."""
-        heads = [heads for heads in self.attention() if heads.query is not None]
+    def attention(self, *, queries: bool = False) -> Sequence[Heads]:
+        """Return the heads, or those with queries and keys. Raise `NotMeasurableError` if there are none."""
+        heads = [heads for heads in self.heads if not queries or heads.real("query") is not None]
         if not heads:
-            raise NotMeasurableError("the model forms attention itself, so queries and keys are unknown")
+            unlike = not any(mixer_kind(kind).rows_are_means for kind in self.kinds)
+            unknown = "the model forms its attention itself, so queries are unknown"
+            words = f"no attention: the mixers are {', '.join(sorted(self.kinds))}"
+            raise NotMeasurableError(words if unlike else unknown if self.heads else self.why_none)
         return heads
 
-    def stacks(self, least: int) -> list[list[list[States]]]:
-        """Return the states by stack and by blocks passed, for stacks of at least ``least`` blocks."""
+    def depth_curve(self, measure: Callable[..., Tensor], least: int) -> list[float]:
+        """Return the mean of a measure over sequences, before and after each block of the longest stack."""
         if not self.states:
-            raise NotMeasurableError(self.why_empty)
-        stacks: dict[str, dict[int, list[States]]] = {}
-        for state in self.states:
-            stacks.setdefault(state.stack, {}).setdefault(state.blocks, []).append(state)
-        long = [[*stack.values()] for stack in stacks.values() if len(stack) > least]
-        if not long:
-            raise NotMeasurableError(f"no stack has {least} blocks")
-        return long
+            raise NotMeasurableError(self.why_none)
+        curve = max(
+            grouped(self.states, lambda state: state.stack).values(), key=lambda states: states[-1].blocks
+        )
+        values = grouped(curve, lambda state: state.blocks).values()
+        if len(values) <= least:
+            raise NotMeasurableError(f"the longest stack has fewer than {least} blocks")
+        return [
+            float(torch.stack([measure(state.tokens[None]) for state in states]).mean()) for states in values
+        ]
 
 
 class Evidence:
-    """Runs that claims are checked on. Each run is made when the first claim reads it."""
+    """Runs of a model on all batches. Each is made when the first claim reads it."""
 
-    def __init__(self, model: nn.Module, batches: Sequence[Any], say: Callable[[str], None]) -> None:
-        self.model, self.batches, self._say = model, batches, say
+    def __init__(self, model: nn.Module, batches: Sequence[Any]) -> None:
+        self.model, self.batches = model, batches
 
     @cached_property
     def trained(self) -> Run:
         """Run of the model as it is."""
-        self._say("running the model")
         return _run(self.model, self.batches)
 
     @cached_property
     def initial(self) -> Run:
         """Run of a copy at initialization. Raise `NotMeasurableError` if no copy can be built."""
-        self._say("running the model at initialization")
         try:
-            copy = reinitialized(self.model)
+            return _run(reinitialized(self.model), self.batches)
         except InitializationError as error:
             raise NotMeasurableError(f"no copy at initialization: {error}") from None
-        return _run(copy, self.batches)
 
 
-def _run(model: nn.Module, batches: Sequence[Any]) -> Run:
-    with ExitStack() as stack:
-        stack.enter_context(eval_mode(model))
-        stack.enter_context(torch.no_grad())
-        norms = stack.enter_context(record_calls(model, _is_layer_norm, copy=True))
-        trace = stack.enter_context(capture(model, values=True))
-        for number, given in enumerate(batches):
-            batch = drop_unused_labels(model, given)[0]
-            with batch_errors(model, batch, f"`batches`, batch {number + 1}"):
-                run_model(model, to_device(batch, device_of(model)))
-    lengths: dict[Place, int] = {}
-    states, heads, why = [], [], Counter[str]()
+def _run(model: nn.Module, batches: Iterable[Any]) -> Run:
+    run, is_norm = Run(), lambda name, module: isinstance(module, nn.LayerNorm)
+    with eval_mode(model), torch.no_grad(), record_calls(model, is_norm, copy=True) as norms:
+        with capture(model, values=True) as trace:
+            for number, given in enumerate(batches, 1):
+                batch = drop_unused_labels(model, given)[0]
+                with batch_errors(model, batch, f"`batches`, batch {number}"):
+                    run_model(model, to_device(batch, device_of(model)))
+    run.layer_norms = [(call.module, call.args[0]) for call in norms if call.args]
     for state in trace.states:
         for row, tokens in enumerate(as_float64(state.tokens)):
-            real = tokens if state.mask is None else tokens[state.mask[row].to(tokens.device)]
-            sequence = state.forward_pass, row
-            lengths[sequence] = len(real)
-            if reason := _unusable(real):
-                why[reason] += 1
-            else:
-                states.append(States(state.stack, state.layer, sequence, real))
+            tokens = tokens if state.mask is None else tokens[state.mask[row].to(tokens.device)]
+            if run_is_usable(run, len(tokens), tokens):
+                run.states.append(States(state.stack, state.layer, (state.forward_pass, row), tokens))
     for mixer in trace.mixers:
+        run.kinds.add(mixer.kind)
         if not mixer_kind(mixer.kind).rows_are_means or mixer.kind == "linear" or mixer.cross:
             continue
-        if mixer.operator.shape[0] != mixer.sequences:
-            why["attention mixes windows of a sequence one by one"] += 1
+        if len(mixer.valid_tokens) != mixer.sequences:
+            run.why_none = "attention mixes parts of sequences one by one"
             continue
-        for row in range(mixer.sequences):
-            lengths.setdefault((mixer.forward_pass, row), int(mixer.valid_tokens[row].sum()))
-            one = _of_sequence(mixer, row)
-            if isinstance(one, str):
-                why[one] += 1
-            else:
-                heads.append(one)
-    return Run(
-        heads, states, frozenset(mixer.kind for mixer in trace.mixers),
-        [(call.module, call.args[0]) for call in norms if call.args],
-        len(lengths), sum(lengths.values()), why.most_common(1)[0][0] if why else "nothing was captured",
-    )  # fmt: skip
+        for heads in (Heads(mixer, row) for row in range(mixer.sequences)):
+            length = int(mixer.valid_tokens[heads.row].sum())
+            if run_is_usable(run, length, length and heads.matrices().dense()):
+                run.heads.append(heads)
+    return run
 
 
-def _is_layer_norm(name: str, module: nn.Module) -> bool:
-    return isinstance(module, nn.LayerNorm)
+def run_is_usable(run: Run, length: int, numbers: Any) -> bool:
+    """Return True if a sequence is long enough and finite. Otherwise note the reason in the run."""
+    if length < MIN_TOKENS:
+        run.why_none = f"no sequence has {MIN_TOKENS} tokens or more"
+    elif not bool(numbers.isfinite().all()):
+        run.why_none = "numbers are NaN or infinite"
+    else:
+        return True
+    return False
 
 
-def _unusable(tokens: Tensor) -> str:
-    """Return why a sequence is left out; an empty string if it is used."""
-    if len(tokens) < MIN_TOKENS:
-        return f"no sequence has {MIN_TOKENS} tokens or more"
-    return "" if bool(tokens.isfinite().all()) else "numbers are NaN or infinite"
+CLAIMS: dict[str, tuple[Callable[[Evidence], tuple[str, bool]], CheckedClaim]] = {}
+"""Functions that check a claim, with the claim before it is checked, by code, in the order of the table."""
 
 
-def _of_sequence(mixer: CapturedMixer, row: int) -> Heads | str:
-    """Return the heads of one sequence, or the reason why they are left out."""
-    rows, columns = mixer.valid_tokens[row], mixer.valid_sources[row]
-    whole, softmax = mixer.operator[row : row + 1], isinstance(mixer.operator, SoftmaxMixing)
+def claim(statement: str, source: str, theirs: str) -> Callable[..., Any]:
+    """Register the decorated function as the check of a claim; its docstring is the claim's definition.
 
-    def cut(operator: MixingOperator) -> MixingOperator:
-        full = bool(rows.all()) and bool(columns.all())
-        return operator if full else IndexedMixing(operator, rows, columns)
+    The function returns the number of the model in words, and True if the claim holds.
+    """
 
-    def real(tensor: Tensor | None, kept: Tensor) -> Tensor | None:
-        return None if tensor is None else as_float64(tensor[row])[..., kept.to(tensor.device), :]
+    def register(check: Callable[[Evidence], tuple[str, bool]]) -> Callable[..., tuple[str, bool]]:
+        words = " ".join((getdoc(check) or "").split())
+        about = {"code": check.__name__, "statement": statement, "source": source, "theirs": theirs}
+        CLAIMS[check.__name__] = check, CheckedClaim(**about, definition=words)
+        return check
 
-    query = real(mixer.operator.query, rows) if softmax else None
-    key = real(mixer.operator.key, columns) if softmax else None
-    if int(rows.sum()) < MIN_TOKENS:
-        return _unusable(torch.empty(0))
-    formed = [tensor for tensor in (query, key) if tensor is not None] or [cut(whole).dense()]
-    if reason := next(filter(None, (_unusable(tensor.flatten(0, -2)) for tensor in formed)), ""):
-        return reason
-    return Heads(
-        mixer.address(), (mixer.forward_pass, row), whole, cut, query, key,
-        real(mixer.values, columns), real(mixer.output, rows),
-    )  # fmt: skip
+    return register

@@ -12,134 +12,119 @@ from rankwise import measures
 from rankwise._internals.linalg import as_float64
 from rankwise._internals.records import grouped
 from rankwise.auditing.measure_table import mixer_kind
-from rankwise.claims.evidence import MIN_TOKENS, Evidence, NotMeasurableError, States
-from rankwise.claims.registry import claim
+from rankwise.auditing.reference_ranks import masks_of
+from rankwise.claims.evidence import MIN_TOKENS, Evidence, NotMeasurableError, claim
 
 MASSIVE = 10
 """A token is massive if its norm is at least this multiple of the median norm."""
 COLLAPSED = 0.1
-"""Direction spread below which token states count as collapsed: the middle angle to the mean is 6°."""
-COSINE_MARGIN = 0.05
-"""Change of the mean cosine that counts; random directions in 384 dimensions differ from 0 by as much."""
-
-
-def entropy_share(tokens: Float64[Tensor, "T D"]) -> float:
-    """Return the entropy of σ²/Σσ², divided by its maximum log min(T, D)."""
-    energy = torch.linalg.svdvals(tokens).square()
-    share = energy / energy.sum()
-    return float(torch.special.entr(share).sum()) / math.log(min(tokens.shape))
+"""Direction spread of collapsed states: the middle token is within 6° of the mean direction."""
+MARGIN = 0.05
+"""Change of a mean cosine that counts: random directions in 384 dimensions differ by as much from 90°."""
 
 
 @claim(
-    "A massive token makes a compression valley and attention sinks, in the same layers",
-    source="arXiv 2510.06477 v2, abstract", theirs="both emerge together, no number",
-    definition="Layers whose input has a token of at least ten times the median norm, against the other "
-    "layers: entropy of σ²/Σσ² of the states that the layer reads (share of its maximum), and mean attention "
-    "on the token with the largest norm. Holds if the median entropy is at most half as large and the median "
-    "attention at least twice as large. Decoders only; the paper is about the first token of LLMs.",
-)  # fmt: skip
+    "A massive token makes a compression valley and sinks",
+    "arXiv 2510.06477v2, abstract",
+    "in the same layers",
+)
 def compression_valley(evidence: Evidence) -> tuple[str, bool]:
-    """Check entropy of states and attention on the largest token, in layers with and without a massive one."""
-    run = evidence.trained
-    mixers = grouped(run.attention(), lambda heads: (heads.mixer.stack, heads.mixer.layer, heads.sequence))
-    if any(heads.masks & {"full"} for heads in run.heads):
-        raise NotMeasurableError("the model is no decoder: tokens see later tokens")
-    layers: dict[bool, list[tuple[float, float, float]]] = {True: [], False: []}
+    """Entropy of the states that a layer reads, and mean attention of its heads on the token of largest norm.
+
+    Layers in which this token has at least ten times the median norm are compared with the others, by medians.
+    Entropy: of σ²/Σσ², as a share of log min(T, D). Holds if the entropy is at most half as large, and the
+    attention at least twice as large. Decoders only: the paper is about the first token of language models.
+    """
+    run, layers = evidence.trained, dict[bool, list[tuple[float, float, float]]]()
+    by_layer = grouped(run.attention(), lambda heads: (heads.mixer.stack, heads.mixer.layer, heads.sequence))
+    if any(mask.name == "full" for heads in run.heads[:1] for mask in masks_of(heads.matrices())[0]):
+        raise NotMeasurableError("the model is not a decoder: tokens attend to later tokens")
     for state in run.states:
         norms = state.tokens.norm(dim=-1)
         peak = int(norms.argmax())
-        sink = []
-        for heads in mixers.get((state.stack, state.blocks, state.sequence), []):
-            column = torch.zeros(heads.operator.shape[-1], 1, dtype=torch.float64)
-            column[peak] = 1
-            weights = heads.operator @ column.to(heads.operator.device, heads.operator.dtype)
-            sink.append(float(weights[0, :, peak:, 0].double().mean()))
-        if sink:
+        sinks = [
+            float(heads.matrices().dense()[0, :, peak:, peak].double().mean())
+            for heads in by_layer.get((state.stack, state.blocks, state.sequence), [])
+        ]
+        if sinks:
             others = torch.cat([state.tokens[:peak], state.tokens[peak + 1 :]])
-            entropies = entropy_share(state.tokens), entropy_share(others)
-            layers[bool(norms[peak] >= MASSIVE * norms.median())].append((*entropies, fmean(sink)))
-    (valley, without, sinks), (elsewhere, _, other_sinks) = (
-        tuple(map(median, zip(*layers[massive], strict=True))) if layers[massive] else (math.nan,) * 3
-        for massive in (True, False)
+            numbers = entropy_share(state.tokens), fmean(sinks), entropy_share(others)
+            layers.setdefault(bool(norms[peak] >= MASSIVE * norms.median()), []).append(numbers)
+    if len(layers) < 2:
+        words = "every layer reads" if True in layers else "no layer reads"
+        raise NotMeasurableError(f"{words} a token of ten times the median norm")
+    (entropy, sink, without), (usual, usual_sink, _) = (
+        [median(column) for column in zip(*layers[massive], strict=True)] for massive in (True, False)
     )
-    ours = (
-        f"entropy {valley:.2f} against {elsewhere:.2f} ({without:.2f} without the token), attention "
-        f"{sinks:.2f} against {other_sinks:.2f}"
-    )
-    if not layers[True]:
-        raise NotMeasurableError("no layer reads a token of ten times the median norm")
-    if not layers[False]:
-        raise NotMeasurableError("every layer reads a massive token, so there is nothing to compare with")
-    return ours, valley <= elsewhere / 2 and sinks >= 2 * other_sinks
+    ours = f"entropy {entropy:.2f} against {usual:.2f}, attention {sink:.2f} against {usual_sink:.2f}; "
+    ours += f"entropy {without:.2f} without the token"
+    return ours, entropy <= usual / 2 and sink >= 2 * usual_sink
+
+
+def entropy_share(tokens: Float64[Tensor, "T D"]) -> float:
+    """Return the entropy of σ²/Σσ² as a share of its maximum, log min(T, D)."""
+    energy = torch.linalg.svdvals(tokens).square()
+    return float(torch.special.entr(energy / energy.sum()).sum()) / math.log(min(tokens.shape))
 
 
 @claim(
-    "With skip connections, token states do not collapse with depth",
-    source="ICLR 2025, λ-skip connections, title and reviews", theirs="collapse at λ = 0 only",
-    definition="Direction spread of the states: sine of the middle angle to the mean direction, 0 if most "
-    f"tokens are equal, 1 if they differ at random. Holds if it is at least {COLLAPSED} after every block, in "
-    "the mean over sequences. The paper measures μ, which one token of large norm can hide.",
-)  # fmt: skip
+    "Skip connections keep tokens from collapsing",
+    "“Lambda-Skip Connections”, title",
+    "collapse only at λ = 0",
+)
 def no_collapse_with_depth(evidence: Evidence) -> tuple[str, bool]:
-    """Check the direction spread after each block."""
-    curves = [[_mean(measures.direction_spread, states) for states in stack] for stack in evidence.trained.stacks(2)]
-    curve = min(curves, key=lambda spreads: min(spreads[1:]))
-    ours = f"{curve[0]:.2f} before, {curve[-1]:.2f} after {len(curve) - 1} blocks, least {min(curve[1:]):.2f}"
+    """Direction spread of token states: the sine of the middle angle between a token and the mean direction.
+
+    0 if most tokens have one direction, near 1 if they are random. Holds if it is at least 0.1 (6°) after each
+    block of the longest stack, in the mean over sequences. The paper measures the distance to the mean token,
+    which one token of large norm can decide alone.
+    """
+    curve = evidence.trained.depth_curve(measures.direction_spread, 2)
+    ours = f"{curve[0]:.2f} before, {min(curve[1:]):.2f} least, {curve[-1]:.2f} after {len(curve) - 1} blocks"
     return ours, min(curve[1:]) >= COLLAPSED
 
 
-def _mean(measure: "type[measures.direction_spread]", states: list[States]) -> float:
-    return fmean(float(measure(state.tokens[None])) for state in states)
-
-
-@claim(
-    "LayerNorm keeps the affine rank of the tokens exactly",
-    source="arXiv 2604.23681 v1, abstract", theirs="equal before and after",
-    definition="Rank of the tokens minus their mean, before and after each LayerNorm, in float64 from the "
-    "numbers that the model has: singular values above max(T, D)·2⁻⁵²·σ₁. Holds if the ranks are equal in every "
-    "call and sequence. RMSNorm is not LayerNorm.",
-)  # fmt: skip
+@claim("LayerNorm keeps the affine rank exactly", "arXiv 2604.23681v1, abstract", "equal before and after")
 def layer_norm_keeps_affine_rank(evidence: Evidence) -> tuple[str, bool]:
-    """Check the affine rank before and after each LayerNorm."""
-    changes = []
+    """Rank of the tokens less their mean, before and after each LayerNorm, for each sequence of a batch.
+
+    In float64, from the numbers that the LayerNorm read: singular values above max(T, D)·2⁻⁵²·σ₁ count. Holds
+    if ranks are equal in every call. RMSNorm is no LayerNorm.
+    """
+    pairs = []
     for norm, given in evidence.trained.layer_norms:
         if given.dim() == 3 and given.shape[1] >= MIN_TOKENS and bool(given.isfinite().all()):
             tokens = as_float64(given)
-            weight, bias = (None if part is None else as_float64(part) for part in (norm.weight, norm.bias))
-            after = F.layer_norm(tokens, norm.normalized_shape, weight, bias, norm.eps)
-            changes.append(torch.stack([_affine_rank(tokens), _affine_rank(after)], -1))
-    if not changes:
-        raise NotMeasurableError("no LayerNorm reads token states")
-    before, after = torch.cat(changes).unbind(-1)
-    changed = before != after
-    example = changed.int().argmax()
-    ours = f"equal in {(~changed).sum()} of {len(before)}; {before[example]} → {after[example]}"
+            weights = [None if part is None else as_float64(part) for part in (norm.weight, norm.bias)]
+            after = F.layer_norm(tokens, norm.normalized_shape, *weights, norm.eps)
+            ranks = [torch.linalg.matrix_rank(rows - rows.mean(1, keepdim=True)) for rows in (tokens, after)]
+            pairs.append(torch.stack(ranks, -1))
+    if not pairs:
+        raise NotMeasurableError("no LayerNorm reads sequences of finite token states")
+    changed = (every := torch.cat(pairs)).diff(dim=-1)[:, 0] != 0
+    example = every[changed.int().argmax()].tolist()
+    ours = f"changed in {changed.sum()} of {len(every)}, such as {example[0]} to {example[1]}"
     return ours, not bool(changed.any())
 
 
-def _affine_rank(tokens: Float64[Tensor, "B T D"]) -> Tensor:
-    return torch.linalg.matrix_rank(tokens - tokens.mean(1, keepdim=True))
-
-
 @claim(
-    "Transformers make tokens alike early and distinct again late; state-space models the reverse",
-    source="arXiv 2510.06640 v2, abstract", theirs="no number",
-    definition="Mean cosine of pairs of tokens after each block. A transformer holds if it is higher, by more "
-    f"than {COSINE_MARGIN}, in the middle third of the blocks than before the first and after the last block; a "
-    "state-space model if it is higher in the last third than in the first. Three blocks or more.",
-)  # fmt: skip
+    "Transformers make tokens alike early, state-space models late",
+    "arXiv 2510.06640v2, abstract",
+    "no number",
+)
 def alike_early_or_late(evidence: Evidence) -> tuple[str, bool]:
-    """Check where in depth tokens become alike."""
+    """Mean cosine of pairs of tokens before and after each block of the longest stack (three or more).
+
+    For transformers, holds if it is higher, by more than 0.05, in the middle third of the blocks than before
+    the first and after the last block: tokens become alike, and distinct again in later layers. For
+    state-space models, holds if it is higher in the last third than in the first.
+    """
     run = evidence.trained
-    state_space = {mixer_kind(kind).state_space for kind in run.kinds}
-    if len(state_space) > 1 or not run.kinds <= {"softmax", "dense"} | run.kinds * state_space.pop():
-        raise NotMeasurableError(f"mixers are {', '.join(sorted(run.kinds))}")
-    curve = [_mean(measures.mean_cosine, states) for states in max(run.stacks(3), key=len)]
-    blocks = len(curve) - 1
-    early, middle, late = (
-        fmean(curve[1 + blocks * part // 3 : 1 + blocks * (part + 1) // 3]) for part in range(3)
-    )
-    ours = f"cosine {curve[0]:.2f} before, {early:.2f}, {middle:.2f}, {late:.2f} in thirds, {curve[-1]:.2f} last"
-    if mixer_kind(next(iter(run.kinds))).state_space:
-        return ours, late > early + COSINE_MARGIN
-    return ours, middle > max(curve[0], curve[-1]) + COSINE_MARGIN
+    late_kind = {mixer_kind(kind).state_space for kind in run.kinds}
+    if len(late_kind) > 1 or run.kinds & {"linear", "diagonal"}:
+        raise NotMeasurableError(f"the mixers are {', '.join(sorted(run.kinds))}")
+    first, *curve = run.depth_curve(measures.mean_cosine, 3)
+    bounds = [len(curve) * part // 3 for part in range(4)]
+    early, middle, late = (fmean(curve[low:high]) for low, high in zip(bounds, bounds[1:], strict=False))
+    ours = f"{first:.2f} before; thirds {early:.2f}, {middle:.2f}, {late:.2f}; {curve[-1]:.2f} last"
+    return ours, late > early + MARGIN if late_kind.pop() else middle > max(first, curve[-1]) + MARGIN
