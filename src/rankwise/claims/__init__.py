@@ -1,4 +1,4 @@
-"""Claims of papers about ranks and attention, checked on a model: each with their number and the model's."""
+"""Claims of papers about ranks and attention, checked on a model."""
 
 from typing import TYPE_CHECKING
 
@@ -6,7 +6,7 @@ from rankwise._internals import lazy_names
 
 if TYPE_CHECKING:
     from rankwise.claims.records import CheckedClaim
-    from rankwise.claims.run import check
+    from rankwise.claims.table import check
 
 __all__ = ["CheckedClaim", "check"]
 

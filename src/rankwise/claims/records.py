@@ -9,15 +9,15 @@ class CheckedClaim(Record):
     """Claim of a paper with the paper's number, the number of the model, and the outcome."""
 
     code: str
-    """Name of the function in `rankwise.claims` that checks the claim."""
     statement: str
     source: str
     """Paper, and the part of it that makes the claim."""
     theirs: str
-    ours: str = ""
-    """Number of this model; empty if nothing was measured."""
+    """Number of the paper."""
+    yours: str = ""
+    """Number of the model; empty if nothing was measured."""
     outcome: Literal["holds", "does not hold", "cannot be measured here"] = "cannot be measured here"
     reason: str = ""
-    """Reason why the claim cannot be measured here."""
+    """Reason why the claim cannot be measured."""
     definition: str
     """What is measured, when the claim holds, and how both differ from the paper."""
