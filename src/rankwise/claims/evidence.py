@@ -1,8 +1,7 @@
-"""Run a model as it is and at initialization, and give claims its heads and token states by sequence."""
+"""Run a model, and give claims its heads and token states by sequence."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ from rankwise._internals.batches import drop_unused_labels, to_device
 from rankwise._internals.forward import device_of, eval_mode, run_model
 from rankwise._internals.linalg import as_float64
 from rankwise._internals.records import grouped
-from rankwise.auditing import InitializationError, reinitialized
 from rankwise.auditing.error_hints import batch_errors
 from rankwise.auditing.measure_table import mixer_kind
 from rankwise.operators import IndexedMixing, MixingOperator
@@ -24,7 +22,10 @@ MIN_TOKENS = 8
 
 
 class NotMeasurableError(Exception):
-    """Raised if a claim cannot be measured on a model or its data. Arguments: reason, and numbers to show."""
+    """Raised if a claim cannot be measured on a model or its data, with the reason and numbers to show."""
+
+    def __init__(self, reason: str, yours: str = "") -> None:
+        super().__init__(reason, yours)
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,8 @@ class Heads:
         whole = (self.mixer.operator if operator is None else operator)[self.row : self.row + 1]
         return IndexedMixing(whole, self.mixer.valid_tokens[self.row], self.mixer.valid_sources[self.row])
 
-    def real(self, name: str) -> Float64[Tensor, "H T K"] | None:
-        """Return query, key, values or output without padding, and with H heads. None if it is unknown."""
+    def real(self, name: str) -> Any:
+        """Return query, key, values or output (H, T, K) in float64 without padding. None if it is unknown."""
         tensor = getattr(self.mixer, name, getattr(self.mixer.operator, name, None))
         if tensor is None:
             return None
@@ -64,10 +65,12 @@ class States:
 class Run:
     """Heads and states of the sequences that have at least `MIN_TOKENS` tokens and are finite."""
 
+    model: nn.Module
+    batches: Sequence[Any]
     kinds: set[str] = field(default_factory=set)
     heads: list[Heads] = field(default_factory=list)
     states: list[States] = field(default_factory=list)
-    layer_norms: list[tuple[nn.LayerNorm, Tensor]] = field(default_factory=list)
+    layer_norms: list[tuple[Any, Tensor]] = field(default_factory=list)
     """LayerNorms and their inputs, by call."""
     why_none: str = "no token states were found"
 
@@ -99,28 +102,9 @@ class Run:
         return [float(torch.cat([measure(state.tokens[None]) for state in depth]).mean()) for depth in depths]
 
 
-class Evidence:
-    """Runs of a model on all batches. Each is made when the first claim reads it."""
-
-    def __init__(self, model: nn.Module, batches: Sequence[Any]) -> None:
-        self.model, self.batches = model, batches
-
-    @cached_property
-    def trained(self) -> Run:
-        """Run of the model as it is."""
-        return _run(self.model, self.batches)
-
-    @cached_property
-    def initial(self) -> Run:
-        """Run of a copy at initialization. Raise `NotMeasurableError` if no copy can be built."""
-        try:
-            return _run(reinitialized(self.model), self.batches)
-        except InitializationError as error:
-            raise NotMeasurableError(f"no copy at initialization: {error}") from None
-
-
-def _run(model: nn.Module, batches: Iterable[Any]) -> Run:
-    run = Run()
+def run_batches(model: nn.Module, batches: Sequence[Any]) -> Run:
+    """Run a model on all batches in evaluation mode, and return its heads and states."""
+    run = Run(model, batches)
     norms = record_calls(model, lambda name, module: isinstance(module, nn.LayerNorm), copy=True)
     with eval_mode(model), torch.no_grad(), norms as calls, capture(model, values=True) as trace:
         for number, given in enumerate(batches, 1):

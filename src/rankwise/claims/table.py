@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable
+from copy import deepcopy
 from inspect import getdoc
 from statistics import fmean, median
 from typing import Any
@@ -9,26 +10,26 @@ from typing import Any
 import torch
 from jaxtyping import Float64
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from rankwise import measures
 from rankwise._internals.batches import Batch, each_batch
 from rankwise._internals.linalg import as_float64
 from rankwise._internals.records import Address, grouped
 from rankwise._internals.threads import exclusive
+from rankwise.auditing import reinitialized
 from rankwise.auditing.measure_table import mixer_kind
 from rankwise.auditing.reference_ranks import masks_of, one_hot_rank
-from rankwise.claims.evidence import MIN_TOKENS, Evidence, NotMeasurableError, Run
+from rankwise.claims.evidence import MIN_TOKENS, NotMeasurableError, Run, run_batches
 from rankwise.claims.records import CheckedClaim
 from rankwise.errors import RankwiseError
 from rankwise.importance import ablation_cost
 from rankwise.importance.loss_choice import model_loss
 from rankwise.operators import SoftmaxMixing
 
-Check = Callable[[Evidence], tuple[str, bool]]
+Check = Callable[[Run], tuple[str, bool]]
 """Function that returns the number of the model in words, and True if the claim holds."""
-CLAIMS: dict[str, tuple[Check, CheckedClaim]] = {}
-"""Checks, and the claims before they are checked, by code."""
+CLAIMS: list[tuple[Check, CheckedClaim, bool]] = []
+"""Checks, claims before they are checked, and True for claims about the model at initialization."""
 RANK_PAPER = "“… Transformers: A Rank Perspective”, abstract"
 
 
@@ -57,26 +58,34 @@ def check(model: nn.Module, batches: Iterable[Batch]) -> list[CheckedClaim]:
         >>> outcomes["affine_rank"], outcomes["dormant_heads"]
         ('does not hold', 'cannot be measured here')
     """
-    evidence, checked = Evidence(model, [*each_batch(batches)]), []
-    for measure, claim in CLAIMS.values():
+    every, checked = [*each_batch(batches)], []
+    runs = {False: run_batches(model, every)}
+    for measure, claim, at_init in CLAIMS:
         try:
-            yours, holds = measure(evidence)
+            if at_init not in runs:
+                runs[at_init] = run_batches(reinitialized(model), every)
+            yours, holds = measure(runs[at_init])
             result = {"yours": yours, "outcome": "holds" if holds else "does not hold"}
         except NotMeasurableError as error:
-            result = dict(zip(("reason", "yours"), error.args, strict=False))
+            result = dict(zip(("reason", "yours"), error.args, strict=True))
+        except RankwiseError as error:
+            result = {"reason": str(error)}
         checked.append(claim.model_copy(update=result))
     return checked
 
 
-def claim(statement: str, source: str, theirs: str) -> Callable[[Check], Check]:
+def claim(statement: str, source: str, theirs: str, *, at_init: bool = False) -> Callable[[Check], Check]:
     """Register the decorated function as the check of a claim, and its docstring as the definition."""
 
     def register(check: Check) -> Check:
-        fields = {"code": check.__name__, "statement": statement, "source": source, "theirs": theirs}
-        CLAIMS[check.__name__] = (
-            check,
-            CheckedClaim(**fields, definition=" ".join(str(getdoc(check)).split())),
-        )
+        fields: dict[str, Any] = {
+            "code": check.__name__,
+            "statement": statement,
+            "source": source,
+            "theirs": theirs,
+        }
+        record = CheckedClaim(**fields, definition=" ".join(str(getdoc(check)).split()))
+        CLAIMS.append((check, record, at_init))
         return check
 
     return register
@@ -88,53 +97,50 @@ def components(sigma: Float64[Tensor, "*batch N"]) -> Float64[Tensor, "*batch"]:
     return 1 + (energy.cumsum(-1) < 0.9 * energy.sum(-1, keepdim=True)).sum(-1).double()
 
 
-def _logit_components(query: Tensor, key: Tensor, centered: bool) -> Float64[Tensor, " H"]:
-    """Return the components of Q Kᵀ, whose singular values are those of R_q R_kᵀ of two QR decompositions."""
-    key = key - key.mean(-2, keepdim=True) if centered else key
-    left, right = (torch.linalg.qr(tensor, mode="r").R for tensor in (query, key))
-    return components(torch.linalg.svdvals(left @ right.mT))
-
-
 def _logits(run: Run, *, centered: bool) -> tuple[str, bool]:
-    pairs = [(heads.real("query"), heads.real("key")) for heads in run.attention(queries=True)]
-    every = torch.cat([_logit_components(*pair, centered) for pair in pairs])
-    query, key = min(pairs, key=lambda pair: (pair[1].shape[-1], len(pair[1][0])))
-    generator = torch.Generator().manual_seed(0)
-    random = [torch.randn(tensor[:1].shape, generator=generator).double() for tensor in (query, key)]
-    least = int(_logit_components(*random, centered))
+    counts = []
+    for heads in run.attention(queries=True):
+        query, key = heads.real("query"), heads.real("key")
+        if key.shape[-1] >= 16 and min(query.shape[1], key.shape[1]) >= 64:
+            key = key - key.mean(-2, keepdim=True) if centered else key
+            # The singular values of Q Kᵀ are those of R_q R_kᵀ, where R are factors of QR decompositions.
+            left, right = (torch.linalg.qr(tensor, mode="r").R for tensor in (query, key))
+            counts.append(components(torch.linalg.svdvals(left @ right.mT)))
+    if not counts:
+        raise NotMeasurableError("no head has 16 channels and 64 tokens")
+    every = torch.cat(counts)
     yours = f"{every.min():.0f} to {every.max():.0f}, median {every.median():.0f}"
-    if least <= 11:
-        raise NotMeasurableError(f"random queries and keys of width {key.shape[-1]} need only {least}", yours)
     return yours, bool(every.max() <= 11)
 
 
 @claim("Few components hold the energy of the logits", "arXiv 2604.04384v2, abstract", "90 % in 2 to 11")
-def logit_energy(evidence: Evidence) -> tuple[str, bool]:
+def logit_energy(run: Run) -> tuple[str, bool]:
     """Least number of components of Q Kᵀ whose σ² add up to 90 % of all, for each query head and sequence.
 
     Queries and keys as attention multiplies them (rotated, normed), all pairs of tokens, without a mask.
-    Holds if no head needs more than 11. Not measured if random queries and keys need no more either.
+    Holds if no head needs more than 11. Not measured in heads below 16 channels or 64 tokens, because random
+    queries and keys need no more there.
     """
-    return _logits(evidence.trained, centered=False)
+    return _logits(run, centered=False)
 
 
 @claim("… of the part of the logits that softmax sees", "as above, keys centered here", "90 % in 2 to 11")
-def centered_logit_energy(evidence: Evidence) -> tuple[str, bool]:
+def centered_logit_energy(run: Run) -> tuple[str, bool]:
     """As above, after the mean key is subtracted from all keys. It adds a constant to the logits of a row.
 
     Softmax ignores this constant. The abstract does not say if the paper subtracts it.
     """
-    return _logits(evidence.trained, centered=True)
+    return _logits(run, centered=True)
 
 
 @claim("Selection (keys) takes fewer dimensions than values", "arXiv 2603.04427v1, abstract", "no number")
-def keys_against_values(evidence: Evidence) -> tuple[str, bool]:
+def keys_against_values(run: Run) -> tuple[str, bool]:
     """Components with 90 % of the energy of the keys of a head, against those of its values.
 
     Keys as attention multiplies them, for each query head and sequence. Holds if keys need fewer in three
     quarters of the heads or more. The paper trains narrow keys and truncates weights of keys.
     """
-    pairs = [[heads.real("key"), heads.real("values")] for heads in evidence.trained.attention(queries=True)]
+    pairs = [[heads.real("key"), heads.real("values")] for heads in run.attention(queries=True)]
     counts = [[components(torch.linalg.svdvals(x)) for x in pair] for pair in pairs if pair[1] is not None]
     if not counts:
         raise NotMeasurableError("the model does not show its values")
@@ -145,7 +151,7 @@ def keys_against_values(evidence: Evidence) -> tuple[str, bool]:
 
 
 @claim("Heads with small outputs can be removed", "arXiv 2504.03889v4, abstract", "12 % of heads within 1 %")
-def dormant_heads(evidence: Evidence) -> tuple[str, bool]:
+def dormant_heads(run: Run) -> tuple[str, bool]:
     """Rise of the loss on these data if the 12 % of heads with the least scores are removed together.
 
     Score: mean norm of a head's output M V, divided by the mean over the heads of its layer (HonorHeads in
@@ -153,18 +159,15 @@ def dormant_heads(evidence: Evidence) -> tuple[str, bool]:
     chooses the heads anew for each input.
     """
     scores: dict[Address, float] = {}
-    for calls in grouped(evidence.trained.attention(), lambda heads: heads.mixer.address()).values():
+    for calls in grouped(run.attention(), lambda heads: heads.mixer.address()).values():
         outputs = [output for call in calls if (output := call.real("output")) is not None]
         norm = torch.cat(outputs, 1).norm(dim=-1).mean(-1) if outputs else torch.ones(0)
         scores |= {calls[0].mixer.address(head): float(x) for head, x in enumerate(norm / norm.mean())}
     if 0.12 * len(scores) < 1:
         raise NotMeasurableError(f"12 % of {len(scores)} heads with known outputs is less than one")
     chosen = sorted(scores, key=lambda head: scores[head])[: math.ceil(0.12 * len(scores))]
-    try:
-        loss = model_loss(evidence.model, evidence.batches)
-        removed = ablation_cost(evidence.model, evidence.batches, chosen)
-    except RankwiseError as error:
-        raise NotMeasurableError(str(error)) from None
+    loss = model_loss(run.model, run.batches)
+    removed = ablation_cost(run.model, run.batches, chosen)
     yours = f"{len(chosen)} of {len(scores)} heads: loss {removed.relative:+.1%}"
     if loss.compares_outputs:
         raise NotMeasurableError("the model has no loss on these data")
@@ -184,33 +187,41 @@ def _barrier(run: Run) -> tuple[str, bool]:
     return f"{shares}; {above.sum()} of {len(above)} above", not bool(above.any())
 
 
-@claim("Attention at initialization stays below a rank barrier", RANK_PAPER, "rank at most 0.63 n")
-def barrier_at_initialization(evidence: Evidence) -> tuple[str, bool]:
+@claim(
+    "Attention at initialization stays below a rank barrier", RANK_PAPER, "rank at most 0.63 n", at_init=True
+)
+def barrier_at_initialization(run: Run) -> tuple[str, bool]:
     """Numerical rank (σ ≥ 0.01) of each attention matrix of a copy at initialization.
 
     The barrier is the expected rank of random one-hot rows under the same mask: 0.63 n without a mask, as in
     the paper, and (n + 1)/2 with a causal mask. Holds if no matrix is more than √n above it, three standard
     deviations of the rank of such rows.
     """
-    return _barrier(evidence.initial)
+    return _barrier(run)
 
 
 @claim("… and so does trained attention", RANK_PAPER, "rank at most 0.63 n")
-def barrier_after_training(evidence: Evidence) -> tuple[str, bool]:
+def barrier_after_training(run: Run) -> tuple[str, bool]:
     """As above, on the model as it is. The theorem is about random weights; the abstract does not say so."""
-    return _barrier(evidence.trained)
+    return _barrier(run)
 
 
-@claim("Wider heads gain no rank above a width near log n", RANK_PAPER, "gain around or below 0.01 n")
-def rank_saturates(evidence: Evidence) -> tuple[str, bool]:
+@claim(
+    "Wider heads gain no rank above a width near log n",
+    RANK_PAPER,
+    "gain around or below 0.01 n",
+    at_init=True,
+)
+def rank_saturates(run: Run) -> tuple[str, bool]:
     """Numerical rank (σ ≥ 0.01) at initialization, minus the rank if heads keep every second channel.
 
     Logits keep their size. Holds if the mean gain is at most 0.01 n, as in the caption of the paper's
     Table 2. Not measured if half of the head width is below log n.
     """
     gains = []
-    for heads in evidence.initial.attention(queries=True):
-        whole, matrices = heads.mixer.operator, heads.matrices()
+    for heads in run.attention(queries=True):
+        whole: Any = heads.mixer.operator
+        matrices = heads.matrices()
         width, tokens = whole.query.shape[-1], matrices.shape[-2]
         if width / 2 < math.log(tokens):
             raise NotMeasurableError(f"half of the head width {width} is below log n")
@@ -222,14 +233,19 @@ def rank_saturates(evidence: Evidence) -> tuple[str, bool]:
     return f"{gain:+.3f} n from {query.shape[-1]} to {width} channels", gain <= 0.01
 
 
-@claim("One singular value stands out at initialization", "arXiv 2410.07799v3, abstract", "a gap, no number")
-def spectral_gap(evidence: Evidence) -> tuple[str, bool]:
+@claim(
+    "One singular value stands out at initialization",
+    "arXiv 2410.07799v3, abstract",
+    "a gap, no number",
+    at_init=True,
+)
+def spectral_gap(run: Run) -> tuple[str, bool]:
     """σ₁/σ₂ of the heads of the first block of a copy at initialization; the paper models no deeper block.
 
     Holds if σ₁ is at least twice σ₂ in the median head: neighbors within a bulk are nearly equal. The
     paper's random matrices have no mask, so heads with a mask are shown and not judged.
     """
-    first = [heads.matrices() for heads in evidence.initial.attention() if heads.mixer.layer == 0]
+    first = [heads.matrices() for heads in run.attention() if heads.mixer.layer == 0]
     sigma = torch.cat([measures.singular_values(matrices)[0, :, :2] for matrices in first])
     gap = (sigma[:, 0] / sigma[:, 1]).median()
     masks = {mask.name for matrices in first for mask in masks_of(matrices)[0]} - {"full"}
@@ -239,19 +255,15 @@ def spectral_gap(evidence: Evidence) -> tuple[str, bool]:
     return f"σ₁/σ₂ = {gap:.3g}", bool(gap >= 2)
 
 
-@claim(
-    "Massive token, compressed states and sinks in the same layers",
-    "arXiv 2510.06477v2, abstract",
-    "no number",
-)
-def compression_valley(evidence: Evidence) -> tuple[str, bool]:
-    """Entropy of the states that a layer reads, and mean attention of its heads on the token of largest norm.
+@claim("A massive token compresses states and makes sinks", "arXiv 2510.06477v2, abstract", "no number")
+def compression_valley(run: Run) -> tuple[str, bool]:
+    """Entropy of the states that a layer reads, and mean attention on the token of largest norm.
 
     Largest over all layers, as a multiple of the median norm. Layers with a multiple of at least ten are
     compared with the others, by medians. Entropy of σ²/Σσ², as a share of log min(T, D). Holds if the entropy
     is at most half as large and the attention at least twice as large. Decoders only, as in the paper.
     """
-    run, layers = evidence.trained, dict[bool, list[tuple[float, ...]]]()
+    layers: dict[bool, list[tuple[float, ...]]] = {}
     mixers = grouped(run.attention(), lambda heads: (heads.mixer.stack, heads.mixer.layer))
     if any(mask.name == "full" for mask in masks_of(run.heads[0].matrices())[0]):
         raise NotMeasurableError("the model is not a decoder: tokens attend to later tokens")
@@ -288,52 +300,47 @@ def _entropy(tokens: Float64[Tensor, "T D"]) -> float:
     "“Lambda-Skip Connections”, title",
     "collapse only at λ = 0",
 )
-def no_collapse_with_depth(evidence: Evidence) -> tuple[str, bool]:
+def no_collapse_with_depth(run: Run) -> tuple[str, bool]:
     """Direction spread of token states: the sine of the middle angle between a token and the mean direction.
 
     0 if most tokens have one direction, near 1 if they are random. Holds if it is at least 0.1 (6°) after
     each block of the longest stack, in the mean over sequences. The paper measures the distance to the mean
     token, which one token of large norm can decide alone.
     """
-    first, *curve = evidence.trained.by_depth(measures.direction_spread, 2)
+    first, *curve = run.by_depth(measures.direction_spread, 2)
     yours = f"{first:.2f} before, {min(curve):.2f} least, {curve[-1]:.2f} after {len(curve)} blocks"
     return yours, min(curve) >= 0.1
 
 
 @claim("LayerNorm keeps the affine rank exactly", "arXiv 2604.23681v1, abstract", "equal before and after")
-def affine_rank(evidence: Evidence) -> tuple[str, bool]:
+def affine_rank(run: Run) -> tuple[str, bool]:
     """Rank of the tokens minus their mean, before and after each LayerNorm, for each sequence of a batch.
 
     In float64, from the numbers that the LayerNorm read: singular values above max(T, D)·2⁻⁵²·σ₁ count.
     Holds if ranks are equal in every call. RMSNorm is no LayerNorm.
     """
     pairs = []
-    for norm, given in evidence.trained.layer_norms:
+    for norm, given in run.layer_norms:
         if given.dim() == 3 and given.shape[1] >= MIN_TOKENS and bool(given.isfinite().all()):
-            weights: Any = [None if x is None else as_float64(x) for x in (norm.weight, norm.bias)]
-            after = F.layer_norm(before := as_float64(given), norm.normalized_shape, *weights, norm.eps)
+            before = as_float64(given)
+            after = deepcopy(norm).to(before.device, before.dtype)(before)
             ranks = [torch.linalg.matrix_rank(x - x.mean(1, keepdim=True)) for x in (before, after)]
             pairs.append(torch.stack(ranks, -1))
     if not pairs:
         raise NotMeasurableError("no LayerNorm reads sequences of finite token states")
     changed = (every := torch.cat(pairs)).diff(dim=-1)[:, 0] != 0
-    before, after = every[changed.int().argmax()].tolist()
-    return f"changed in {changed.sum()} of {len(every)}, such as {before} to {after}", not bool(changed.any())
+    first, last = every[changed.int().argmax()].tolist()
+    return f"changed in {changed.sum()} of {len(every)}, such as {first} to {last}", not bool(changed.any())
 
 
-@claim(
-    "Transformers make tokens alike early, state-space models late",
-    "arXiv 2510.06640v2, abstract",
-    "no number",
-)
-def alike_early_or_late(evidence: Evidence) -> tuple[str, bool]:
+@claim("Transformers make tokens alike early, SSMs late", "arXiv 2510.06640v2, abstract", "no number")
+def alike_early_or_late(run: Run) -> tuple[str, bool]:
     """Mean cosine of pairs of tokens before and after each block of the longest stack, of three or more.
 
     For transformers, holds if it is higher, by more than 0.05, in the middle third of the blocks than before
     the first and after the last block: tokens become alike, and distinct again in later layers. For
     state-space models, holds if it is higher in the last third than in the first.
     """
-    run = evidence.trained
     kinds = {mixer_kind(kind).state_space for kind in run.kinds}
     if len(kinds) > 1 or run.kinds & {"linear", "diagonal"}:
         raise NotMeasurableError(f"the mixers are {', '.join(sorted(run.kinds))}")

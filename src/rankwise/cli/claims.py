@@ -1,0 +1,95 @@
+"""Command `rankwise claims`: check claims of papers about ranks and attention on a model."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rankwise.cli import options
+
+HELP = """Check claims of papers about ranks and attention on a model.
+
+The table shows each claim with the paper's number and yours, and says if the claim holds for this model and
+these data, or why it cannot be measured. Definitions and rules follow the table. Without a model, the demo is
+checked.
+
+[bold]Examples[/bold]
+
+  rankwise claims gpt2 --text book.txt
+  rankwise claims ./my-bert --dataset imdb:test:text --sequences 4 --out claims.json
+"""
+
+
+def command(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL",
+            help="Hugging Face NAME or NAME@REVISION, folder, or module.py:factory; by default the demo.",
+        ),
+    ] = None,
+    text: options.Text = None,
+    images: options.Images = None,
+    dataset: options.Dataset = None,
+    tokens: options.Tokens = 256,
+    sequences: options.Sequences = 8,
+    batch_size: options.BatchSize = 4,
+    device: options.Device = None,
+    dtype: options.Dtype = "auto",
+    trust_remote_code: options.TrustRemoteCode = False,
+    out: Annotated[Path | None, typer.Option(help="Also write the claims to this .json file.")] = None,
+) -> None:
+    """Check claims; `HELP` describes the command."""
+    from rankwise._internals.files import write_file
+    from rankwise.auditing.records import Verdict
+    from rankwise.claims import check
+    from rankwise.cli import output
+    from rankwise.cli.audit_job import AuditJob, load
+    from rankwise.cli.load_data import check_data
+    from rankwise.cli.load_model import demo_model, demo_text
+    from rankwise.errors import one_of
+    from rankwise.report.document import Document, Section, Table
+
+    if out is not None:
+        one_of(f"ending of --out {out}", out.suffix, (".json",))
+    if model is None and images is None and dataset is None:
+        text = text or demo_text()
+    check_data([] if model is None else [model], text=text, images=images, dataset=dataset)
+    job = AuditJob(
+        model=model or str(demo_model()), text=text, images=images, dataset=dataset, tokens=tokens,
+        sequences=sequences, batch_size=batch_size, device=device, dtype=dtype,
+        trust_remote_code=trust_remote_code,
+    )  # fmt: skip
+    loaded, data = load(job)
+    with output.show_progress("checking claims"):
+        claims = check(loaded.model, data.batches)
+    outcomes = [claim.outcome for claim in claims]
+    counts = ", ".join(f"{outcomes.count(outcome)} {outcome}" for outcome in dict.fromkeys(outcomes))
+    rows = [
+        [f"{number}. {claim.statement} ({claim.source})", claim.theirs,
+         "; ".join(filter(None, (claim.yours, claim.reason))), claim.outcome]
+        for number, claim in enumerate(claims, 1)
+    ]  # fmt: skip
+    document = Document(
+        command="Rankwise claims",
+        heading=model or "the bundled demo",
+        setting=data.data,
+        verdict=Verdict(sentence=f"Of {len(claims)} claims: {counts}."),
+        sections=[
+            Section("claims", "", tables=[Table("", ["claim", "theirs", "yours", "outcome"], rows)]),
+            Section("rules", "", facts=[(f"{n}", claim.definition) for n, claim in enumerate(claims, 1)]),
+        ],
+        notes=[*loaded.notes, *data.notes],
+    )
+    written = (
+        [
+            (
+                "claims",
+                write_file(out, json.dumps([claim.model_dump() for claim in claims], indent=1), "claims"),
+            )
+        ]
+        if out is not None
+        else []
+    )
+    output.print_results(document, written)
