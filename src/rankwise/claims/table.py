@@ -169,7 +169,7 @@ def dormant_heads(run: Run) -> tuple[str, bool]:
     loss = model_loss(run.model, run.batches)
     removed = ablation_cost(run.model, run.batches, chosen)
     yours = f"{len(chosen)} of {len(scores)} heads: loss {removed.relative:+.1%}"
-    if loss.compares_outputs:
+    if loss.compares_outputs or math.isnan(removed.relative):
         raise NotMeasurableError("the model has no loss on these data")
     if removed.loss - removed.cost >= loss.chance:
         raise NotMeasurableError("the whole model predicts no better than chance", yours)
@@ -316,15 +316,16 @@ def no_collapse_with_depth(run: Run) -> tuple[str, bool]:
 def affine_rank(run: Run) -> tuple[str, bool]:
     """Rank of the tokens minus their mean, before and after each LayerNorm, for each sequence of a batch.
 
-    In float64, from the numbers that the LayerNorm read: singular values above max(T, D)·2⁻⁵²·σ₁ count.
-    Holds if ranks are equal in every call. RMSNorm is no LayerNorm.
+    In float64, from the numbers that the LayerNorm read: singular values above 1e-10·σ₁ count, which is far
+    above rounding. Holds if ranks are equal in every call. RMSNorm is no LayerNorm.
     """
     pairs = []
     for norm, given in run.layer_norms:
         if given.dim() == 3 and given.shape[1] >= MIN_TOKENS and bool(given.isfinite().all()):
             before = as_float64(given)
             after = deepcopy(norm).to(before.device, before.dtype)(before)
-            ranks = [torch.linalg.matrix_rank(x - x.mean(1, keepdim=True)) for x in (before, after)]
+            centered = [x - x.mean(1, keepdim=True) for x in (before, after)]
+            ranks = [torch.linalg.matrix_rank(x, rtol=1e-10) for x in centered]
             pairs.append(torch.stack(ranks, -1))
     if not pairs:
         raise NotMeasurableError("no LayerNorm reads sequences of finite token states")

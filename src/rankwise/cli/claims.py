@@ -1,6 +1,7 @@
 """Command `rankwise claims`: check claims of papers about ranks and attention on a model."""
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
@@ -64,21 +65,26 @@ def command(
     loaded, data = load(job)
     with output.show_progress("checking claims"):
         claims = check(loaded.model, data.batches)
-    outcomes = [claim.outcome for claim in claims]
-    counts = ", ".join(f"{outcomes.count(outcome)} {outcome}" for outcome in dict.fromkeys(outcomes))
+    count = Counter(claim.outcome for claim in claims)
+    sentence = f"{count['holds']} of {len(claims)} claims hold, {count['does not hold']} do not, "
+    sentence += f"{count['cannot be measured here']} cannot be measured here."
     rows = [
-        [f"{number}. {claim.statement} ({claim.source})", claim.theirs,
+        [f"{number}. {claim.statement}", claim.theirs,
          "; ".join(filter(None, (claim.yours, claim.reason))), claim.outcome]
         for number, claim in enumerate(claims, 1)
     ]  # fmt: skip
     document = Document(
         command="Rankwise claims",
         heading=model or "the bundled demo",
-        setting=data.data,
-        verdict=Verdict(sentence=f"Of {len(claims)} claims: {counts}."),
+        setting=data.data.replace(str(demo_text()), "the bundled text"),
+        verdict=Verdict(sentence=sentence),
         sections=[
             Section("claims", "", tables=[Table("", ["claim", "theirs", "yours", "outcome"], rows)]),
-            Section("rules", "", facts=[(f"{n}", claim.definition) for n, claim in enumerate(claims, 1)]),
+            Section(
+                "rules",
+                "",
+                facts=[(f"{n}. {claim.source}", claim.definition) for n, claim in enumerate(claims, 1)],
+            ),
         ],
         notes=[*loaded.notes, *data.notes],
     )
