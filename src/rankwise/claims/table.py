@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterable
 from copy import deepcopy
 from inspect import getdoc
+from itertools import pairwise
 from statistics import fmean, median
 from typing import Any
 
@@ -39,17 +40,14 @@ def check(model: nn.Module, batches: Iterable[Batch]) -> list[CheckedClaim]:
 
     A claim that the model or the data cannot show, such as one about queries of a state-space model, has the
     outcome "cannot be measured here" and a reason. Sequences of fewer than 8 tokens, and sequences with NaN,
-    are left out. The model runs in evaluation mode and is not changed.
+    are left out. The model (any module) runs in evaluation mode and is not changed.
 
-    Cost: three forward passes per batch and two of the first, one pass of a copy at initialization, and
-    decompositions of each attention matrix, O(T³). Heads and states of all batches are kept in memory.
-
-    Args:
-        model: any `torch.nn.Module`.
-        batches: batches as for `rankwise.audit`.
+    Cost: three forward passes of each of the ``batches`` (as for `rankwise.audit`), one pass of a copy at
+    initialization, and decompositions of each attention matrix, O(T³). Heads and states stay in memory.
 
     Raises:
-        CaptureError: if no mixer is found in the model, or there are no batches.
+        CaptureError: if no mixer is found in the model.
+        InputError: if there are no batches, or the model does not run on one.
 
     Examples:
         >>> layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
@@ -137,8 +135,8 @@ def centered_logit_energy(run: Run) -> tuple[str, bool]:
 def keys_against_values(run: Run) -> tuple[str, bool]:
     """Components with 90 % of the energy of the keys of a head, against those of its values.
 
-    Keys as attention multiplies them, for each query head and sequence. Holds if keys need fewer in three
-    quarters of the heads or more. The paper trains narrow keys and truncates weights of keys.
+    Keys as attention multiplies them, for each query head and sequence. The abstract has no number; holds if
+    keys need fewer in three quarters of the heads. The paper trains narrow keys and truncates key weights.
     """
     pairs = [[heads.real("key"), heads.real("values")] for heads in run.attention(queries=True)]
     counts = [[components(torch.linalg.svdvals(x)) for x in pair] for pair in pairs if pair[1] is not None]
@@ -261,7 +259,8 @@ def compression_valley(run: Run) -> tuple[str, bool]:
 
     Largest over all layers, as a multiple of the median norm. Layers with a multiple of at least ten are
     compared with the others, by medians. Entropy of σ²/Σσ², as a share of log min(T, D). Holds if the entropy
-    is at most half as large and the attention at least twice as large. Decoders only, as in the paper.
+    is at most half as large and the attention at least twice as large: the abstract has no number. Decoders
+    only, as in the paper.
     """
     layers: dict[bool, list[tuple[float, ...]]] = {}
     mixers = grouped(run.attention(), lambda heads: (heads.mixer.stack, heads.mixer.layer))
@@ -338,15 +337,16 @@ def affine_rank(run: Run) -> tuple[str, bool]:
 def alike_early_or_late(run: Run) -> tuple[str, bool]:
     """Mean cosine of pairs of tokens before and after each block of the longest stack, of three or more.
 
-    For transformers, holds if it is higher, by more than 0.05, in the middle third of the blocks than before
-    the first and after the last block: tokens become alike, and distinct again in later layers. For
-    state-space models, holds if it is higher in the last third than in the first.
+    For transformers, holds if it is higher in the middle third of the blocks than before the first and after
+    the last block: tokens become alike, and distinct again in later layers. For state-space models, holds if
+    it is higher in the last third than in the first. Higher: by more than 0.05, the cosine of random
+    directions in 400 dimensions.
     """
     kinds = {mixer_kind(kind).state_space for kind in run.kinds}
     if len(kinds) > 1 or run.kinds & {"linear", "diagonal"}:
         raise NotMeasurableError(f"the mixers are {', '.join(sorted(run.kinds))}")
     first, *curve = run.by_depth(measures.mean_cosine, 3)
     bounds = [len(curve) * part // 3 for part in range(4)]
-    early, middle, late = (fmean(curve[low:high]) for low, high in zip(bounds, bounds[1:], strict=False))
+    early, middle, late = (fmean(curve[low:high]) for low, high in pairwise(bounds))
     yours = f"{first:.2f} before; thirds {early:.2f}, {middle:.2f}, {late:.2f}; {curve[-1]:.2f} last"
     return yours, late > early + 0.05 if kinds.pop() else middle > max(first, curve[-1]) + 0.05

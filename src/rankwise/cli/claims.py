@@ -50,6 +50,7 @@ def command(
     from rankwise.cli.load_data import check_data
     from rankwise.cli.load_model import demo_model, demo_text
     from rankwise.errors import one_of
+    from rankwise.importance import ImportanceSettings
     from rankwise.report.document import Document, Section, Table
 
     if out is not None:
@@ -60,7 +61,7 @@ def command(
     job = AuditJob(
         model=model or str(demo_model()), text=text, images=images, dataset=dataset, tokens=tokens,
         sequences=sequences, batch_size=batch_size, device=device, dtype=dtype,
-        trust_remote_code=trust_remote_code,
+        trust_remote_code=trust_remote_code, importance=ImportanceSettings(),
     )  # fmt: skip
     loaded, data = load(job)
     with output.show_progress("checking claims"):
@@ -68,34 +69,19 @@ def command(
     count = Counter(claim.outcome for claim in claims)
     sentence = f"{count['holds']} of {len(claims)} claims hold, {count['does not hold']} do not, "
     sentence += f"{count['cannot be measured here']} cannot be measured here."
-    rows = [
-        [f"{number}. {claim.statement}", claim.theirs,
-         "; ".join(filter(None, (claim.yours, claim.reason))), claim.outcome]
-        for number, claim in enumerate(claims, 1)
-    ]  # fmt: skip
+    rows, rules = [], []
+    for number, claim in enumerate(claims, 1):
+        yours = "; ".join(filter(None, (claim.yours, claim.reason)))
+        rows.append([f"{number}. {claim.statement}", claim.theirs, yours, claim.outcome])
+        rules.append((f"{number}. {claim.source}", claim.definition))
     document = Document(
-        command="Rankwise claims",
-        heading=model or "the bundled demo",
-        setting=data.data.replace(str(demo_text()), "the bundled text"),
-        verdict=Verdict(sentence=sentence),
+        command="Rankwise claims", heading=model or "the bundled demo",
+        setting=data.data.replace(str(demo_text()), "the bundled text"), verdict=Verdict(sentence=sentence),
         sections=[
             Section("claims", "", tables=[Table("", ["claim", "theirs", "yours", "outcome"], rows)]),
-            Section(
-                "rules",
-                "",
-                facts=[(f"{n}. {claim.source}", claim.definition) for n, claim in enumerate(claims, 1)],
-            ),
+            Section("rules", "", facts=rules),
         ],
         notes=[*loaded.notes, *data.notes],
-    )
-    written = (
-        [
-            (
-                "claims",
-                write_file(out, json.dumps([claim.model_dump() for claim in claims], indent=1), "claims"),
-            )
-        ]
-        if out is not None
-        else []
-    )
-    output.print_results(document, written)
+    )  # fmt: skip
+    saved = json.dumps([claim.model_dump() for claim in claims], indent=1)
+    output.print_results(document, [("claims", write_file(out, saved, "claims"))] if out else [])
