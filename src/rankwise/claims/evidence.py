@@ -125,7 +125,8 @@ def run_batches(model: nn.Module, batches: Sequence[Any]) -> Run:
             run.why_none = "attention mixes parts of sequences one by one"
             continue
         for heads in (Heads(mixer, row) for row in range(mixer.sequences)):
-            kept = mixer.valid_tokens[heads.row]
-            if run.is_usable(heads.matrices().dense() if kept.any() else kept[:0, None]):
+            kept = mixer.valid_sources[heads.row]
+            ones = torch.ones(int(kept.sum()), 1, dtype=mixer.operator.dtype, device=mixer.operator.device)
+            if run.is_usable(heads.matrices() @ ones if len(ones) else ones):
                 run.heads.append(heads)
     return run

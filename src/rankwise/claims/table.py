@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from rankwise import measures
 from rankwise._internals.batches import Batch, each_batch
+from rankwise._internals.forward import eval_mode
 from rankwise._internals.linalg import as_float64
 from rankwise._internals.records import Address, grouped
 from rankwise._internals.threads import exclusive
@@ -31,7 +32,10 @@ Check = Callable[[Run], tuple[str, bool]]
 """Function that returns the number of the model in words, and True if the claim holds."""
 CLAIMS: list[tuple[Check, CheckedClaim, bool]] = []
 """Checks, claims before they are checked, and True for claims about the model at initialization."""
-RANK_PAPER = "“… Transformers: A Rank Perspective”, abstract"
+RANK_PAPER = "“On the Limitation and Redundancy of Transformers: A Rank Perspective”, abstract"
+SKIP_PAPER = "“Lambda-Skip Connections: the architectural component that prevents Rank Collapse”, replies"
+    "“Lambda-Skip Connections: the architectural component that prevents Rank Collapse”, review replies"
+)
 
 
 @exclusive
@@ -76,13 +80,10 @@ def claim(statement: str, source: str, theirs: str, *, at_init: bool = False) ->
     """Register the decorated function as the check of a claim, and its docstring as the definition."""
 
     def register(check: Check) -> Check:
-        fields: dict[str, Any] = {
-            "code": check.__name__,
-            "statement": statement,
-            "source": source,
-            "theirs": theirs,
-        }
-        record = CheckedClaim(**fields, definition=" ".join(str(getdoc(check)).split()))
+        code, definition = check.__name__, " ".join(str(getdoc(check)).split())
+        record = CheckedClaim(
+            code=code, statement=statement, source=source, theirs=theirs, definition=definition
+        )
         CLAIMS.append((check, record, at_init))
         return check
 
@@ -165,10 +166,13 @@ def dormant_heads(run: Run) -> tuple[str, bool]:
         raise NotMeasurableError(f"12 % of {len(scores)} heads with known outputs is less than one")
     chosen = sorted(scores, key=lambda head: scores[head])[: math.ceil(0.12 * len(scores))]
     loss = model_loss(run.model, run.batches)
-    removed = ablation_cost(run.model, run.batches, chosen)
-    yours = f"{len(chosen)} of {len(scores)} heads: loss {removed.relative:+.1%}"
-    if loss.compares_outputs or math.isnan(removed.relative):
+    if loss.compares_outputs:
         raise NotMeasurableError("the model has no loss on these data")
+    with eval_mode(run.model):
+        removed = ablation_cost(run.model, run.batches, chosen)
+    yours = f"{len(chosen)} of {len(scores)} heads: loss {removed.relative:+.1%}"
+    if math.isnan(removed.relative):
+        raise NotMeasurableError("the loss is 0")
     if removed.loss - removed.cost >= loss.chance:
         raise NotMeasurableError("the whole model predicts no better than chance", yours)
     return yours, removed.relative <= 0.01
@@ -185,9 +189,7 @@ def _barrier(run: Run) -> tuple[str, bool]:
     return f"{shares}; {above.sum()} of {len(above)} above", not bool(above.any())
 
 
-@claim(
-    "Attention at initialization stays below a rank barrier", RANK_PAPER, "rank at most 0.63 n", at_init=True
-)
+@claim("Untrained attention has a rank barrier", RANK_PAPER, "rank at most 0.63 n", at_init=True)
 def barrier_at_initialization(run: Run) -> tuple[str, bool]:
     """Numerical rank (σ ≥ 0.01) of each attention matrix of a copy at initialization.
 
@@ -198,18 +200,13 @@ def barrier_at_initialization(run: Run) -> tuple[str, bool]:
     return _barrier(run)
 
 
-@claim("… and so does trained attention", RANK_PAPER, "rank at most 0.63 n")
+@claim("… and trained attention has it too", RANK_PAPER, "rank at most 0.63 n")
 def barrier_after_training(run: Run) -> tuple[str, bool]:
     """As above, on the model as it is. The theorem is about random weights; the abstract does not say so."""
     return _barrier(run)
 
 
-@claim(
-    "Wider heads gain no rank above a width near log n",
-    RANK_PAPER,
-    "gain around or below 0.01 n",
-    at_init=True,
-)
+@claim("Rank saturates at head widths near log n", RANK_PAPER, "gain below about 0.01 n", at_init=True)
 def rank_saturates(run: Run) -> tuple[str, bool]:
     """Numerical rank (σ ≥ 0.01) at initialization, minus the rank if heads keep every second channel.
 
@@ -231,19 +228,15 @@ def rank_saturates(run: Run) -> tuple[str, bool]:
     return f"{gain:+.3f} n from {query.shape[-1]} to {width} channels", gain <= 0.01
 
 
-@claim(
-    "One singular value stands out at initialization",
-    "arXiv 2410.07799v3, abstract",
-    "a gap, no number",
-    at_init=True,
-)
+@claim("One σ of untrained attention stands out", "arXiv 2410.07799v3, abstract", "no number", at_init=True)
 def spectral_gap(run: Run) -> tuple[str, bool]:
     """σ₁/σ₂ of the heads of the first block of a copy at initialization; the paper models no deeper block.
 
     Holds if σ₁ is at least twice σ₂ in the median head: neighbors within a bulk are nearly equal. The
     paper's random matrices have no mask, so heads with a mask are shown and not judged.
     """
-    first = [heads.matrices() for heads in run.attention() if heads.mixer.layer == 0]
+    least = min(heads.mixer.layer for heads in run.attention())
+    first = [heads.matrices() for heads in run.heads if heads.mixer.layer == least]
     sigma = torch.cat([measures.singular_values(matrices)[0, :, :2] for matrices in first])
     gap = (sigma[:, 0] / sigma[:, 1]).median()
     masks = {mask.name for matrices in first for mask in masks_of(matrices)[0]} - {"full"}
@@ -294,11 +287,7 @@ def _entropy(tokens: Float64[Tensor, "T D"]) -> float:
     return float(torch.special.entr(energy / energy.sum()).sum()) / math.log(min(tokens.shape))
 
 
-@claim(
-    "Skip connections keep tokens from collapsing",
-    "“Lambda-Skip Connections”, title",
-    "collapse only at λ = 0",
-)
+@claim("Skip connections prevent collapse with depth", SKIP_PAPER, "collapse at λ = 0")
 def no_collapse_with_depth(run: Run) -> tuple[str, bool]:
     """Direction spread of token states: the sine of the middle angle between a token and the mean direction.
 

@@ -119,7 +119,7 @@ class Rows(nn.Module):
 
 
 def equal(tokens: int = 64, width: int = 32) -> Tensor:
-    """Return states whose queries are their keys and values: with a large gain, tokens attend to themselves."""
+    """Return states with equal queries, keys, values: with a large gain, tokens attend to themselves."""
     return thirds(*[full(tokens, width)] * 3)
 
 
