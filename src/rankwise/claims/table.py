@@ -34,8 +34,6 @@ CLAIMS: list[tuple[Check, CheckedClaim, bool]] = []
 """Checks, claims before they are checked, and True for claims about the model at initialization."""
 RANK_PAPER = "“On the Limitation and Redundancy of Transformers: A Rank Perspective”, abstract"
 SKIP_PAPER = "“Lambda-Skip Connections: the architectural component that prevents Rank Collapse”, replies"
-    "“Lambda-Skip Connections: the architectural component that prevents Rank Collapse”, review replies"
-)
 
 
 @exclusive
