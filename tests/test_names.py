@@ -10,7 +10,8 @@ from rankwise.auditing import Finding
 
 MEASURES = {
     "absolute_spread", "effective_rank", "first_token_mass", "identity_distance", "max_token_mass",
-    "direction_spread", "mean_cosine", "numerical_rank", "relative_update", "required_head_dim",
+    "direction_spread", "effective_rank_without_massive", "largest_norm_ratio", "largest_norm_share",
+    "massive_tokens", "mean_cosine", "numerical_rank", "relative_update", "required_head_dim",
     "row_entropy", "row_spread", "spread", "stable_rank", "variational_rate",
 }  # fmt: skip
 """Fields that are the mean, over sequences, of the function of `rankwise.measures` with the same name."""

@@ -76,7 +76,9 @@ def one_model(
     name: str, data: str, model: nn.Module, splits: Sequence[list[Any]], settings: Settings
 ) -> Report:
     """Audit every split with exact importance, then run each set of removable heads on the other splits."""
-    probes = {"tolerance": settings.tolerance, "probes": settings.probes, "seed": settings.seed}
+    probes = {
+        "tolerance": settings.tolerance, "probes": settings.probes, "seed": settings.seed, "hold_out": False,
+    }  # fmt: skip
     exactly = ImportanceSettings(exact=True, **probes)
     audits = [rw.audit(model, split, importance=exactly) for split in splits]
     records = [audit.importance for audit in audits if audit.importance is not None]

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 from tests.support.records import (
+    AtInit,
     HeadImportance,
-    RemovableSet,
+    InitialModels,
     advice,
     audit,
     changed,
@@ -20,6 +21,9 @@ from tests.support.records import (
 )
 from tests.support.records import (
     finding as recorded,
+)
+from tests.support.records import (
+    removable as removable_set,
 )
 
 from rankwise.auditing import (
@@ -76,6 +80,16 @@ LAYER_CASES: list[tuple[str, list[StateRecord], list[StateRecord]]] = [
     ("COLLAPSE", token_states(0.06, 0.029), token_states(0.06, 0.031)),
     ("COLLAPSE", token_states(0.9, 0.02, tokens=8), token_states(0.9, 0.02, tokens=7)),
     ("COLLAPSE", token_states(0.9, 0.02), token_states(math.nan, 0.02)),
+    (
+        "MASSIVE_TOKENS",
+        token_states(0.9, 0.9, massive_tokens=0.5),
+        token_states(0.9, 0.9, massive_tokens=0.49),
+    ),
+    (
+        "MASSIVE_TOKENS",
+        token_states(0.9, 0.9, massive_tokens=1, tokens=8),
+        token_states(0.9, 0.9, massive_tokens=1, tokens=7),
+    ),
     (
         "INACTIVE_BLOCK",
         [token_state(1, 0.9, relative_update=0.009)],
@@ -191,6 +205,22 @@ def test_findings_on_few_tokens_are_notes_that_name_the_number(trouble: dict[str
     assert "Of 6" not in long.meaning
 
 
+@pytest.mark.parametrize(
+    ("mask", "first", "severity"),
+    [("causal", 0.95, "info"), ("causal", 0.02, "warning"), ("full", 0.95, "warning")],
+)
+def test_a_sink_on_the_first_token_of_a_decoder_is_a_note_without_action(mask, first, severity) -> None:
+    long = {"tokens": 64, "sources": 64, "mask": mask, "first_token_mass": first}
+    priced = {"importance": HeadImportance(exact=0.001)}
+    found = [only(head(**SINK | long)), *diagnose([head(**SINK | long | priced)], (), (), importance())]
+    for finding in found:
+        assert (finding.code, finding.severity) == ("SINK", severity)
+        assert ("normal in a decoder" in finding.remedy.no_action) == (severity == "info")
+        sentence = audit([], states=token_states(0.9, 0.8)).model_copy(update={"findings": [finding]}).verdict
+        assert bool(sentence.actions) == (severity == "warning")
+    assert "+0.05%" in found[1].meaning.partition(". ")[0]
+
+
 def test_oversized_heads_are_a_finding_per_mixer_at_the_least_required_width() -> None:
     finding = only(*heads(*({"head_dim": 12, "required_head_dim": needed} for needed in (12, 4, 3, 5))))
     assert (finding.code, finding.where.head, finding.heads) == ("OVERSIZED_HEADS", 2, [1, 2])
@@ -201,7 +231,7 @@ def test_oversized_heads_are_a_finding_per_mixer_at_the_least_required_width() -
 def test_a_collapse_is_at_its_first_layer_and_each_stack_has_its_own() -> None:
     [finding] = diagnose((), token_states(0.9, 0.8, 0.03, 0.02), ())
     assert (finding.severity, finding.where, finding.evidence["blocks"]) == ("error", Address("h"), 2)
-    assert finding.evidence["spread_lowest"] == 0.02
+    assert finding.evidence["direction_spread_lowest"] == 0.02
     stacks = [token_state(at, value, stack=name) for at, value in enumerate((0.9, 0.02)) for name in "ab"]
     assert [finding.where.stack for finding in diagnose((), stacks, ())] == ["a", "b"]
 
@@ -255,10 +285,7 @@ def missed(*layers: int, reason: str = "called, but nothing was seen") -> Audit:
 def removable(*places: tuple[int, int]) -> Audit:
     """Return an audit whose heads at these layers and numbers can be removed together."""
     named = [Address(stack="h", layer=layer, site=f"h.{layer}.attn", head=head) for layer, head in places]
-    removed = RemovableSet(
-        heads=named, tolerance=0.01, loss=2.01, cost=0.01, relative=0.005, sorted_by="estimate", runs=3
-    )
-    return audit(heads({}), importance=importance(removable=removed))
+    return audit(heads({}), importance=importance(removable=removable_set(named)))
 
 
 def attention(self: Fields, cross: Fields) -> Audit:
@@ -365,6 +392,30 @@ ONE_BATCH = Provenance(model="m", delta=0.01, batches=1)
 )
 def test_a_verdict_without_actions_says_what_was_looked_for(found: Audit, sentence: str) -> None:
     assert found.verdict == Verdict(sentence=sentence)
+
+
+def layers(*changes: Fields) -> list[list[HeadRecord]]:
+    """Return mixers of two heads of ranks 20 and 12 plus changes, one per layer."""
+    return [heads({}, {"numerical_rank": 12} | dict(change), layer=at) for at, change in enumerate(changes)]
+
+
+def test_a_healthy_model_is_told_from_others_by_its_ranks_and_costs() -> None:
+    plain = audit(*layers({}, {"numerical_rank": 4}, {}), states=STATES)
+    assert plain.verdict.sentence == f"{HEALTHY} Lowest attention rank: 0.38 in layer 1."
+    begun = {"at_init": AtInit(seeds=1, mean={"numerical_rank": 24.0}, seed_std={})}
+    fallen = {"at_init": AtInit(seeds=1, mean={"numerical_rank": 32.0}, seed_std={})}
+    models = {"at_init": InitialModels(seeds=[0], built="")}
+    half = changed(audit(*layers({}, {}, {}), states=STATES), dict.fromkeys(range(6), begun), **models)
+    drawn = changed(half, {4: fallen, 5: fallen})
+    assert drawn.verdict.sentence == (
+        f"{HEALTHY} Lowest attention rank relative to initialization: 0.50, untrained 1.00, in layer 2."
+    )
+    costs = (0.02, 0.4, -0.03, 0.1)
+    priced = {index: {"importance": HeadImportance(exact=cost)} for index, cost in enumerate(costs)}
+    importance_known = changed(audit(*layers({}, {}), states=STATES), priced, importance=importance())
+    assert "Cheapest and costliest head: layer 1 head 0 (-1.5%), layer 0 head 1 (+20.0%)." in (
+        importance_known.verdict.sentence
+    )
 
 
 def test_a_verdict_counts_an_inactive_block_as_its_finding_does() -> None:
@@ -475,15 +526,53 @@ def test_steps_are_numbered_lines() -> None:
 @pytest.mark.parametrize("measured", [2, 1])
 def test_no_saving_is_stated_if_a_head_to_remove_was_not_measured(measured: int) -> None:
     known = heads(*[{"head_dim": 4}] * 2)
-    removed = RemovableSet(
-        heads=[head.id for head in known], tolerance=0.01, loss=2.01, cost=0.01, relative=0.005,
-        sorted_by="estimate", runs=3,
-    )  # fmt: skip
+    removed = removable_set(head.id for head in known)
     about = audit(known).provenance.model_copy(update={"parameters": 4000})
     states, costs = token_states(0.9, 0.8, hidden_size=9), importance(removable=removed)
     found = diagnose(known[:measured], states, (), costs, about)
     (saved,) = [one.evidence["parameters"] for one in found if one.code == "REMOVABLE"]
     assert saved == pytest.approx(0.08 if measured == 2 else math.nan, nan_ok=True)
+
+
+@pytest.mark.parametrize("relative", [0.005, 0.011])
+def test_heads_that_cost_more_than_the_tolerance_on_held_out_sequences_are_no_action(relative: float) -> None:
+    ids = [head.id for head in heads({}, {})]
+    costs = importance(removable=removable_set(ids, relative=relative))
+    (finding,) = diagnose((), (), (), costs)
+    price = f"(these cost {relative:+.2%} on held-out sequences; 95 % interval +0.10% to +0.90%)"
+    assert f"choose heads again and remove them {price}" in advice(finding)
+    dear = "the held-out cost of +1.10% exceeds the tolerance of 1.00%"
+    assert finding.remedy.no_action == (dear if relative > 0.01 else "")
+    assert finding.remedy.costs == relative
+
+
+NO_HEADS = "No heads are worth removing at 1.00% of the loss: "
+
+
+@pytest.mark.parametrize(
+    ("count", "changes", "said"),
+    [
+        (0, {}, "No head can be removed at 1.00% of the loss."),
+        (2, {}, NO_HEADS + "the savings are too small to notice (0.8%)."),
+        (2, {"relative": 0.02}, NO_HEADS + "the held-out cost of +2.00% exceeds the tolerance of 1.00%."),
+        (2, {"held_out": 0, "relative": math.nan}, NO_HEADS + "no sequence was held out to price it; audit"),
+        (2, {"parameters": 4000}, ""),
+    ],
+)
+def test_a_search_in_vain_is_one_sentence_and_no_action(count: int, changes: Fields, said: str) -> None:
+    known = heads(*[{"head_dim": 4}] * 2)
+    about = audit(known).provenance.model_copy(update={"parameters": changes.get("parameters", 40_000)})
+    changes = {name: value for name, value in changes.items() if name != "parameters"}
+    costs = importance(removable=removable_set([head.id for head in known[:count]], **changes))
+    states = token_states(0.9, 0.8, hidden_size=9)
+    searched = changed(
+        audit(known, states=states, importance=costs),
+        findings=diagnose(known, states, (), costs, about),
+    )
+    assert searched.verdict.no_action.startswith(said)
+    assert bool(searched.verdict.actions) == (not said) == (not searched.verdict.no_action)
+    broken = changed(searched, findings=[*searched.findings, *audit(heads(BROKEN)).findings])
+    assert broken.verdict.no_action == ""
 
 
 def test_no_audit_is_advised_that_was_just_run() -> None:

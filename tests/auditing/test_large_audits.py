@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from tests.support import records
 from tests.support.documents import audit_document
-from tests.support.records import HeadImportance, RemovableSet, diagnose
+from tests.support.records import HeadImportance, diagnose
 
 from rankwise.auditing import Audit, Finding, HeadRecord, StateRecord, compare
 from rankwise.tracing import Address
@@ -22,9 +22,7 @@ def large(layers: int, heads: int) -> Audit:
         for head in records.grid(layers, heads)
     ]
     half = [head.id for head in made[::2]]
-    removable = RemovableSet(
-        heads=half, tolerance=0.01, loss=3.2, cost=0.01, relative=0.003, sorted_by="exact", runs=5
-    )
+    removable = records.removable(half)
     audit = records.audit(made, importance=records.importance(removable=removable))
     alike = [records.finding("IDENTITY", where=place, evidence={"identity_distance": 0.01}) for place in half]
     return records.changed(audit, findings=[*audit.findings, *alike])

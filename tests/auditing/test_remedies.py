@@ -453,7 +453,8 @@ def test_the_remedy_of_a_factory_ends_the_advice(folder: Path) -> None:
 
 
 def test_there_is_a_case_for_every_code() -> None:
-    assert {case.split()[0] for case in CASES} == set(FINDING_RULES)
+    """Nothing follows from massive tokens."""
+    assert {case.split()[0] for case in CASES} == set(FINDING_RULES) - {"MASSIVE_TOKENS"}
 
 
 def test_the_remedy_for_an_uncaptured_module_captures_it() -> None:

@@ -67,6 +67,27 @@ def test_spread_of_layers_equals_the_spread_of_hidden_states() -> None:
     assert [state.spread for state in states] == pytest.approx(wanted, rel=1e-12)
 
 
+def test_the_largest_token_is_counted_by_its_position_without_padding() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=True)
+    model = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False).eval()
+    tokens, padding = torch.randn(4, 12, 8), torch.zeros(4, 12, dtype=torch.bool)
+    padding[:2, :2] = True  # left padding
+    for row, place in enumerate((5, 5, 3, 7)):
+        tokens[row, place] *= 100
+    batches = [
+        {"src": tokens[rows], "src_key_padding_mask": padding[rows]} for rows in (slice(0, 2), slice(2, 4))
+    ]
+    audit = rw.audit(model, batches)
+    state = audit.states[0]
+    assert (state.largest_at, state.largest_position, state.massive_tokens) == ({3: 3, 7: 1}, 3, 1)
+    halves = [rw.audit(model, [batch]).states[0] for batch in batches]
+    assert [(half.largest_at, half.largest_position) for half in halves] == [({3: 2}, 3), ({3: 1, 7: 1}, 3)]
+    merged = rw.Audit.merge([rw.audit(model, [batch]) for batch in batches])
+    assert merged.states[0].largest_at == state.largest_at
+    loaded = rw.Audit.model_validate_json(audit.model_dump_json())
+    assert loaded.states[0].largest_at == state.largest_at
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize(("name", "settings"), [("BertModel", BERT), ("LlamaModel", LLAMA)])

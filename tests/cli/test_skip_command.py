@@ -92,7 +92,7 @@ def test_lambda_is_written_and_no_weight_changes(run, tiny, tmp_path, monkeypatc
     assert {path.stat().st_mode for path in (tmp_path / "new").iterdir()} == {plain}
     assert one.keys() == other.keys()
     assert all(torch.equal(one[key], other[key]) for key in one)
-    for words in ("λ before", "λ after", "Token spread μ/‖Y‖ by layer", "new/skips.json"):
+    for words in ("λ before", "λ after", "Direction spread by layer", "new/skips.json"):
         assert words in result.output
 
 
@@ -159,7 +159,7 @@ def test_it_names_the_shards_it_writes(run, tiny, tmp_path, monkeypatch) -> None
 
 
 def test_it_certifies_the_first_batch_and_writes_nothing(run, tiny, tmp_path, monkeypatch) -> None:
-    measured = called(monkeypatch, skips, "spread_by_layer")
+    measured = called(monkeypatch, skips, "direction_spread_by_layer")
     certificates = called(monkeypatch, skips, "certify_skip")
     result = run(tiny, *ON_TEXT, "--certify")
     assert result.exit_code == 0, result.output

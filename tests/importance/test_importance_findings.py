@@ -41,7 +41,7 @@ def test_importance_is_saved_loaded_and_framed(audit, tmp_path):
 
 def test_the_set_of_an_audit_can_be_run_again(audit):
     heads = audit.importance.removable.heads
-    found = ablation_cost(language_model(), [{"input_ids": ids(2, 12)}], heads)
+    found = ablation_cost(language_model(), [{"input_ids": ids(2, 12)[1:]}], heads)
     assert found.cost == pytest.approx(audit.importance.removable.cost, abs=1e-12)
     assert len(heads) == next(one for one in audit.findings if one.code == "REMOVABLE").evidence["heads"]
 
@@ -66,7 +66,7 @@ def found(code, costs, exact):
     return [next(one for one in some if one.code == code) for some in (known, unknown)]
 
 
-CHANGES, ESTIMATE = "Without it the loss changes by", "The estimated cost of removal is"
+CHANGES, ESTIMATE = "; without it the loss changes by", "; the estimated cost of removal is"
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,9 @@ CHANGES, ESTIMATE = "Without it the loss changes by", "The estimated cost of rem
             "choose heads again and remove them: `rw.compress.*",
         ),
         (0.3, True, f"{CHANGES} +15.0%", "No action recommended: the model needs.*"),
-        (0.3, False, f"{ESTIMATE} +15.0%; such estimates sort heads", '.*importance="exact".*'),
+        (0.0, True, f"{CHANGES} +0.00%", "No action recommended: removing it costs nothing"),
+        (-0.3, False, f"{ESTIMATE} -15.0%.", "No action recommended: removing it costs nothing, by estimate"),
+        (0.3, False, f"{ESTIMATE} +15.0%. Such estimates sort heads", '.*importance="exact".*'),
     ],
 )
 def test_a_sink_can_be_removed_if_its_exact_cost_is_small(cost, exact, meaning, remedy):
@@ -103,10 +105,25 @@ def test_a_cheap_head_that_saves_too_little_is_no_action(changes, parameters, ac
     (finding,) = (
         x for x in diagnose([one], states, [], importance_record(), about) if x.severity == "warning"
     )
-    assert finding.remedy.no_action == ("" if acts else "it saves too little to notice")
+    assert ("the savings are too small" in finding.remedy.no_action) == (not acts)
     assert finding.remedy.code == 'rw.compress(model, batches, parts="heads", tolerance=0.01)'
     assert (finding.remedy.saves >= 0.05) == acts
     assert finding.remedy.costs == importance_record().share(0.002)
+
+
+@pytest.mark.parametrize("parameters", [10_000, 100_000])
+def test_exact_costs_are_an_action_only_if_they_can_lead_to_one(parameters):
+    """The exact audit of the same head has an action if the estimated one has."""
+    sink = {"head_dim": 16, "max_token_mass": 0.97, "tokens": 64.0, "sources": 64.0, "full_rank": 64.0}
+    one = records.encoder().heads[0].model_copy(update=sink)
+    states = [records.token_state(0, 0.9, stack=one.stack, hidden_size=16)]
+    about, acts = records.provenance(parameters=parameters), []
+    for known in (HeadImportance(estimate=0.3), HeadImportance(exact=0.002)):
+        head = one.model_copy(update={"importance": known, "removal_cost": known.cost})
+        found = diagnose([head], states, [], importance_record(), about)
+        (finding,) = (finding for finding in found if finding.code == "SINK")
+        acts.append(not finding.remedy.no_action)
+    assert acts == [parameters == 10_000] * 2
 
 
 def test_estimated_costs_have_a_caution_and_exact_costs_have_none():

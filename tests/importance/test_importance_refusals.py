@@ -8,8 +8,8 @@ import pytest
 import torch
 from importance_cases import CHEAP, Classifier, Heads, bert, encoder, ids, language_model, measure, t5
 from tests.support.modules import kind
-from tests.support.records import RemovableSet
 from tests.support.records import importance as importance_record
+from tests.support.records import removable as removable_set
 from torch import nn
 
 import rankwise as rw
@@ -165,14 +165,16 @@ def test_the_removable_finding_tells_if_the_loss_falls(count, subject):
     heads = [Address(stack="", layer=0, site="attention", head=head) for head in range(count)]
 
     def meaning(cost):
-        costs = {"loss": 2 + cost, "cost": cost, "relative": cost / 2}
-        removable = RemovableSet(heads=heads, tolerance=0.01, **costs, sorted_by="exact", runs=1)
+        removable = removable_set(heads, loss=2 + cost, cost=cost, relative=cost / 2)
         return describe_removable(importance_record(removable=removable), removable, 0.125)
 
     lower, higher = "lowers the loss by 0.28%", "costs 0.50%"
-    assert meaning(-0.0056).startswith(f"Removing {subject} {lower} (nats per token 2 → 1.994)")
-    assert meaning(0.01).startswith(f"Removing {subject} {higher} (nats per token 2 → 2.01)")
-    assert "measured on these batches" in meaning(0.01)
+    assert meaning(-0.0056).startswith(f"Removing {subject} {lower} (nats per token 2 → 1.994; 95 % interval")
+    assert meaning(0.01).startswith(f"Removing {subject} {higher} (nats per token 2 → 2.01; 95 % interval")
+    said = (
+        "+0.10% to +0.90%) on 4 of 8 sequences, which were held out, and +0.40% on those that chose the set"
+    )
+    assert said in meaning(0.01)
 
 
 def quantized(model, kinds):
@@ -246,7 +248,8 @@ def test_the_removable_finding_names_the_entropy_as_reference():
     audit = rw.audit(language_model(), [{"input_ids": ids()}], importance=settings)
     gone = audit.importance.removable
     assert gone.heads
-    assert gone.relative == pytest.approx(gone.cost / audit.importance.reference)
+    again = rw.importance.ablation_cost(language_model(), [{"input_ids": ids()[1:2]}], gone.heads, settings)
+    assert gone.relative == pytest.approx(again.relative, rel=1e-5)  # sums of float32
     meaning = next(one.meaning for one in audit.findings if one.code == "REMOVABLE")
     assert "of the entropy of the predictions (KL divergence of" in meaning
     assert "→" not in meaning

@@ -1,6 +1,7 @@
 """Exact costs equal runs with weights set to zero; sets of heads; models without gradients."""
 
 import copy
+import dataclasses
 import math
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 import transformers
 from importance_cases import Heads, encoder, ids, language_model, measure
 from tests.support.modules import kind
+from tests.support.records import diagnose
 from tests.support.untouched import untouched
 from tests.unchecked import unchecked
 from torch import nn
@@ -91,8 +93,8 @@ def test_a_head_with_zero_weights_costs_nothing_and_is_removed_first():
     assert importance.sites[0].estimate[1] == importance.sites[0].exact[1] == 0
     dead = importance.sites[0].ids[1]
     assert importance.removable.heads[0] == dead
-    assert importance.removable.relative <= 0.01
-    again = ablation_cost(model, [given], importance.removable.heads)
+    assert importance.removable.chosen_relative <= 0.01
+    again = ablation_cost(model, [{"input_ids": ids()[1:2]}], importance.removable.heads)
     assert again.cost == pytest.approx(importance.removable.cost, abs=1e-12)
 
 
@@ -126,7 +128,9 @@ def test_a_head_that_runs_twice_in_a_pass_is_removed_from_both_runs(loss):
         assert gradients[0] == pytest.approx(gradients[1], rel=1e-9)
         assert other.exact == pytest.approx(block.exact, rel=1e-9)
     assert two.record.removable.heads == one.record.removable.heads
-    assert two.record.removable.cost == pytest.approx(one.record.removable.cost, rel=1e-9)
+    texts = {"heads", "sorted_by"}
+    numbers, others = (found.record.removable.model_dump(exclude=texts) for found in (one, two))
+    assert others == pytest.approx(numbers, nan_ok=True, rel=1e-9)
 
 
 def test_the_cost_of_a_removable_set_is_within_the_tolerance_and_reproduced_by_a_run():
@@ -134,11 +138,115 @@ def test_the_cost_of_a_removable_set_is_within_the_tolerance_and_reproduced_by_a
     for tolerance in (0.0, 0.05, 0.3, 1e9):
         importance = measure(model, [given], ImportanceSettings(exact=True, probes=0, tolerance=tolerance))
         gone = importance.removable
-        assert gone.relative <= tolerance
+        assert gone.chosen_relative <= tolerance
         assert len(set(gone.heads)) == len(gone.heads)
-        found = ablation_cost(model, [given], gone.heads)
-        assert found.loss == pytest.approx(gone.loss, rel=1e-12)
+        chosen, priced = (ablation_cost(model, [{"input_ids": ids()[at::2]}], gone.heads) for at in (0, 1))
+        assert chosen.relative == pytest.approx(gone.chosen_relative, abs=1e-12)
+        wanted = (priced.loss, priced.cost, priced.relative)
+        assert (gone.loss, gone.cost, gone.relative) == pytest.approx(wanted, abs=1e-12)
         assert len(gone.heads) == 8 or tolerance < 1e9
+
+
+HALVED = ImportanceSettings(exact=True, probes=0, tolerance=0.3)
+
+
+@pytest.mark.parametrize(
+    ("loss", "tolerance"),
+    [("causal", 0.0), ("output", 0.1), (lambda output, batch: -output.logits.logsumexp(2).mean(1), 0.0)],
+)
+def test_the_set_and_its_price_do_not_depend_on_the_batches(loss, tolerance):
+    """Sequence n is the same in every batch, with padding or without."""
+    model, lengths = language_model(), (9, 12, 5, 12, 7, 11, 8)
+    length = lengths if loss == "causal" else [12] * 7
+    real = torch.arange(12) < torch.tensor(length)[:, None]
+    whole = {"input_ids": ids(7, 12).masked_fill(~real, 0), "attention_mask": real.long()}
+    found = []
+    for size in (1, 2, 3, 7):
+        batches = [{name: rows[at : at + size] for name, rows in whole.items()} for at in range(0, 7, size)]
+        settings = dataclasses.replace(HALVED, loss=loss, tolerance=tolerance)
+        importance = measure(model, batches, settings)
+        gone = importance.removable
+        passes = 8 + 2 + gone.runs  # each head, each block, each set
+        assert importance.forward == 1 + len(batches) * (1 + passes)
+        found.append(gone)
+    assert 0 < len(found[0].heads) < 8
+    for gone in found[1:]:
+        assert gone.heads == found[0].heads
+        numbers, others = (one.model_dump(exclude={"heads", "sorted_by"}) for one in (found[0], gone))
+        assert others == pytest.approx(numbers, rel=1e-5)  # the reference of KL is in float32
+    assert (found[0].chosen_on, found[0].held_out) == (4, 3)
+
+
+@pytest.mark.parametrize("settings", [HALVED, ImportanceSettings(exact=False, tolerance=0.3, probes=8)])
+def test_sequences_that_price_a_set_do_not_choose_it(settings):
+    model, given, others = language_model(), ids(6), ids(6)
+    others[1::2] = ids(3, seed=5)
+    one, two = (measure(model, [{"input_ids": x}], settings).removable for x in (given, others))
+    assert one.heads == two.heads
+    assert one.chosen_relative == pytest.approx(two.chosen_relative, rel=1e-9)
+    assert abs(one.cost - two.cost) > 1e-3
+    all_choose = measure(model, [{"input_ids": given}], dataclasses.replace(settings, hold_out=False))
+    assert (all_choose.removable.chosen_on, all_choose.removable.held_out) == (6, 0)
+    assert all_choose.removable.chosen_relative <= 0.3
+
+
+def test_the_interval_is_students_over_held_out_sequences():
+    model, given = language_model(), ids(11)
+    gone = measure(model, [{"input_ids": given}], HALVED).removable
+    alone = [ablation_cost(model, [{"input_ids": given[at : at + 1]}], gone.heads) for at in range(1, 11, 2)]
+    costs = np.array([cost.cost for cost in alone])
+    reference = np.mean([cost.loss - cost.cost for cost in alone])
+    width = 2.776445 * costs.std(ddof=1) / math.sqrt(5) / reference  # t with 4 degrees of freedom
+    assert gone.held_out == 5
+    assert (gone.high - gone.low) / 2 == pytest.approx(width, rel=1e-3)  # of the expansion of t
+    assert gone.relative == pytest.approx(costs.mean() / reference, rel=1e-9)
+    assert (gone.low + gone.high) / 2 == pytest.approx(gone.relative, rel=1e-9)
+
+
+def test_the_interval_weighs_sequences_by_tokens():
+    """If every token costs the same, unequal lengths alone do not widen it; the jackknife agrees."""
+    model, lengths = language_model(), torch.randint(4, 30, (40,), generator=torch.Generator().manual_seed(0))
+    batches = [{"input_ids": ids(1, int(length), seed=at)} for at, length in enumerate(lengths)]
+    gone = measure(model, batches, HALVED).removable
+    alone = [ablation_cost(model, batches[at : at + 1], gone.heads).cost for at in range(1, 40, 2)]
+    counts = lengths[1::2].numpy() - 1.0
+    sums = np.array(alone) * counts
+    left_out = (sums.sum() - sums) / (counts.sum() - counts)
+    deviation = math.sqrt(19 / 20 * ((left_out - left_out.mean()) ** 2).sum())
+    reference = (gone.loss - gone.cost) * 2.093  # t with 19 degrees of freedom
+    assert gone.cost == pytest.approx(sums.sum() / counts.sum(), rel=1e-9)
+    assert (gone.high - gone.low) / 2 * (gone.loss - gone.cost) ** 2 / reference == pytest.approx(
+        deviation, rel=0.1
+    )
+
+
+@pytest.mark.parametrize("sequences", [1, 2])
+def test_few_sequences_have_no_price_or_no_interval_and_words_say_so(sequences):
+    audit = rw.audit(language_model(), [{"input_ids": ids(sequences)}], importance=HALVED)
+    gone = audit.importance.removable
+    assert (gone.chosen_on, gone.held_out) == (1, sequences - 1)
+    assert math.isnan(gone.cost) == math.isnan(gone.relative) == (sequences == 1)
+    assert math.isnan(gone.low)
+    (finding,) = (one for one in audit.findings if one.code == "REMOVABLE")
+    said = {1: "No other sequence says what it costs elsewhere", 2: "one sequence has no interval"}
+    assert said[sequences] in finding.meaning
+    trained = audit.importance.model_copy(update={"chance": math.nan})
+    (finding,) = (one for one in diagnose(audit.heads, [], [], trained) if one.code == "REMOVABLE")
+    unknown = "no sequence was held out to price it; audit two or more"
+    assert (finding.remedy.no_action == unknown) == (sequences == 1)
+
+
+def test_a_sequence_without_a_finite_loss_is_in_neither_half():
+    model, given = Heads(3), states(6)
+    given[2, 2] = math.nan
+    settings = ImportanceSettings(exact=True, probes=0, tolerance=0.5)
+    with_nan, without = (
+        measure(model, [x], settings).removable.model_dump(exclude={"sorted_by"})
+        for x in (given, given[[0, 1, 3, 4, 5]])
+    )
+    assert with_nan.pop("heads") == without.pop("heads")
+    assert with_nan == pytest.approx(without, rel=1e-6)
+    assert (with_nan["chosen_on"], with_nan["held_out"]) == (3, 2)
 
 
 def test_the_divergence_is_0_for_the_whole_model_and_positive_without_a_head():
@@ -247,7 +355,7 @@ def test_ten_thousand_heads_take_as_many_runs_as_ten():
     assert many.backward == few.backward
     assert many.forward <= few.forward + math.ceil(math.log2(1000)) + 16
     assert np.isfinite(many.sites[0].estimate).all()
-    assert many.removable.relative <= 0.01
+    assert many.removable.chosen_relative <= 0.01
 
 
 def test_the_importance_of_a_mixer_named_by_hand_is_not_guessed():

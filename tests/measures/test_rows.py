@@ -200,13 +200,13 @@ def test_measures_without_a_walk_are_evaluated_too():
 
 def test_operators_are_walked_a_block_at_a_time(monkeypatch):
     seen = []
-    rows = SoftmaxMixing.rows
+    rows = SoftmaxMixing.rows_with_logits
 
-    def watched(self, start, stop):
+    def watched(self, start, stop, columns=None):
         seen.append(stop - start)
-        return rows(self, start, stop)
+        return rows(self, start, stop, columns)
 
-    monkeypatch.setattr(SoftmaxMixing, "rows", watched)
+    monkeypatch.setattr(SoftmaxMixing, "rows_with_logits", watched)
     monkeypatch.setitem(row_walk.BLOCK_BYTES, "cpu", 8 * 64 * 4)
     op = SoftmaxMixing(normal(1, 64, 8), normal(1, 64, 8, seed=1))
     compute_measures(BY_ROWS, op)

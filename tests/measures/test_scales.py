@@ -58,6 +58,8 @@ ELSEWHERE = {
     "variational_rate": "eps has a size: test_the_rate_of_groups_at_any_size",
     "required_head_dim": "the tolerance has a size: test_required_width.py",
     "logit_moments": "no measure",
+    "query_norm": "of queries: test_logits.py",
+    "key_norm": "of keys: test_logits.py",
 }
 """Functions of `rankwise.measures` in neither list, with the reason."""
 whole_matrices = st.lists(

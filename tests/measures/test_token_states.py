@@ -23,6 +23,10 @@ from rankwise.measures import (
     coding_rate,
     direction_spread,
     effective_rank,
+    effective_rank_without_massive,
+    largest_norm_ratio,
+    largest_norm_share,
+    massive_tokens,
     mean_cosine,
     relative_update,
     spread,
@@ -325,3 +329,50 @@ def test_a_head_without_tokens_has_rate_0_and_nan_stays_in_its_head():
 def test_groups_that_do_not_fit_are_refused():
     with unchecked(), pytest.raises(ShapeError, match=r"membership \(B, H, T\), got"):
         variational_rate(torch.ones(1, 2, 3, 4), torch.ones(1, 3, 2))
+
+
+# --- massive tokens ----------------------------------------------------------------------------------------
+
+
+@given(x=token_batches())
+def test_massive_tokens_are_counted_by_their_norms(x):
+    for index, states in enumerate(x):
+        norms = sorted(size for size in states.norm(dim=-1).tolist() if size > 0)
+        median = norms[(len(norms) - 1) // 2] if norms else 1.0
+        count = sum(size > 10 * median for size in norms)
+        assert massive_tokens(x)[index] == count <= len(norms) / 2
+        close(largest_norm_ratio(x)[index].item(), norms[-1] / median if norms else 1.0, rtol=1e-12)
+        share = norms[-1] ** 2 / sum(size**2 for size in norms) if norms else 0.0
+        close(largest_norm_share(x)[index].item(), share, rtol=1e-12)
+
+
+def test_the_effective_rank_without_massive_tokens_is_that_of_the_others():
+    x = normal(3, 24, 8, seed=7)
+    mask = torch.ones(3, 24, dtype=torch.bool)
+    mask[2, 20:] = False
+    x[0, 5] *= 500
+    x[1, 3:6] *= 500
+    x[2, 21] *= 500  # padding
+    value, whole = effective_rank_without_massive(x, mask), state_effective_rank(x, mask)
+    others = [x[0, [*range(5), *range(6, 24)]], x[1, [*range(3), *range(6, 24)]], x[2, :20]]
+    close(value, torch.cat([state_effective_rank(states[None]) for states in others]), rtol=1e-12)
+    assert value[2] == whole[2]
+    assert (value[:2] > 2 * whole[:2]).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_norms_near_the_largest_number_of_a_dtype_do_not_overflow(dtype):
+    x = torch.full((1, 9, 4), torch.finfo(dtype).max / 64, dtype=dtype)
+    x[0, 4] *= 32
+    assert massive_tokens(x) == 1
+    close(largest_norm_ratio(x).item(), 32.0, rtol=torch.finfo(dtype).eps)
+    assert massive_tokens(torch.full_like(x, torch.finfo(dtype).max)) == 0  # all are as large as the median
+
+
+def test_one_token_and_no_token_are_not_massive():
+    assert [measure(torch.ones(1, 1, 4)).item() for measure in (massive_tokens, largest_norm_ratio)] == [0, 1]
+    nothing = torch.zeros(1, 3, 4)
+    measures = massive_tokens, largest_norm_ratio, largest_norm_share, effective_rank_without_massive
+    assert [measure(nothing).item() for measure in measures] == [0, 1, 0, 0]
+    padding = torch.zeros(1, 3, dtype=torch.bool)
+    assert all(measure(nothing, padding).isnan() for measure in measures)

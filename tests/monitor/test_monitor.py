@@ -233,7 +233,7 @@ def test_a_collapse_from_which_trainings_recover_stops_none():
         layer.skip = 0.05
     for step in range(STOP_AUDITS + 1):
         [found] = [one for one in monitor.step(model, step).findings if one.code == "COLLAPSE"]
-        assert STOP_SPREAD < found.evidence["spread_lowest"] < 0.001
+        assert STOP_SPREAD < found.evidence["direction_spread_lowest"] < 0.001
     assert monitor.stopped_by is None
 
 
@@ -272,13 +272,13 @@ def test_the_message_of_a_stop_has_the_layer_the_reading_and_an_action(caplog):
     stop = monitor.stopped_by
     assert all(words in line for words in (f"at {stop.place}:", stop.meaning))
     assert f"after {stop.evidence['blocks']:g} blocks" in stop.meaning
-    lowest = min(monitor.history.audits[-1].states, key=lambda layer: layer.spread)
-    rule = f"{STOP_AUDITS} audits in a row below {STOP_SPREAD:g}, the last with {lowest.spread:.2g}"
+    lowest = min(monitor.history.audits[-1].states, key=lambda layer: layer.direction_spread)
+    rule = f"{STOP_AUDITS} audits in a row below {STOP_SPREAD:g}, the last with {lowest.direction_spread:.2g}"
     assert f"{rule} after {lowest.blocks} blocks" in line
     code = line.split("`")[1]
     advised = eval(code, {"rw": rw, "monitor": monitor, "model": model})
     assert advised.findings[0].remedy.words.startswith("raise λ in the config")
-    assert f"at the lowest {stop.evidence['spread_lowest']:.2g}" in line
+    assert f"at the lowest {stop.evidence['direction_spread_lowest']:.2g}" in line
 
 
 def test_findings_of_a_code_are_reported_on_one_line(caplog, monkeypatch):

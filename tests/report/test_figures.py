@@ -125,7 +125,7 @@ def test_a_depth_curve_passes_through_the_records_within_its_band() -> None:
 
 def test_the_band_stays_within_the_range_of_the_measure() -> None:
     layer = records.random_states(0)[0]
-    layer = layer.model_copy(update={"spread": 0.9, "std": {"spread": 0.5}})
+    layer = layer.model_copy(update={"direction_spread": 0.9, "std": {"direction_spread": 0.5}})
     upper, lower, _ = depth([layer])[0].data
     assert (lower["y"], upper["y"]) == ([0.4], [1.0])
 

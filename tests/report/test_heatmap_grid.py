@@ -5,7 +5,6 @@ import math
 import pytest
 from tests.support import records
 from tests.support.records import PICTURED as HEAD_MEASURES
-from tests.support.records import RemovableSet
 
 from rankwise.auditing import Audit, Finding
 from rankwise.report.figures import map_layout
@@ -104,10 +103,7 @@ def test_states_are_known_by_the_number_of_blocks_passed() -> None:
 
 def test_only_the_finding_on_removable_heads_is_about_these_heads() -> None:
     audit = records.encoder()
-    removable = RemovableSet(
-        heads=[audit.heads[5].id, audit.heads[8].id], tolerance=0.01, loss=2.0, cost=0.01, relative=0.005,
-        sorted_by="exact", runs=3,
-    )  # fmt: skip
+    removable = records.removable([audit.heads[5].id, audit.heads[8].id])
     audit = audit.model_copy(update={"importance": records.importance(removable=removable)})
     assert _target(audit, code="REMOVABLE", where=Address(), evidence={}).heads == (5, 8)
     for code in ("RANDOM_WEIGHTS", "NEW"):

@@ -166,8 +166,8 @@ def test_what_is_on_the_page_before_a_click(encoder: Page) -> None:
     texts = encoder.locator(".heat .textpoint text").all_text_contents()
     assert (len(texts), texts.count("–")) == (72, 1)  # a missing number is a dash in its cell
     curves = encoder.locator("#states .plot")
-    points = [curves.nth(number).locator(".scatterlayer .trace .point").count() for number in range(4)]
-    assert points == [7, 7, 7, 7]
+    points = [curves.nth(number).locator(".scatterlayer .trace .point").count() for number in range(3)]
+    assert points == [7, 7, 7]
     ramp, mark = (encoder.locator(name).bounding_box() for name in (".ramp", ".reference"))
     share = (mark["x"] + mark["width"] / 2 - ramp["x"]) / ramp["width"]
     # The scale runs from 0 to 1 inside its border; the mark may be off by its own 2 pixels.
@@ -224,7 +224,7 @@ def test_a_finding_marks_all_its_heads(encoder: Page) -> None:
 def test_a_finding_on_states_marks_the_curves(encoder: Page) -> None:
     encoder.locator("[data-finding='0']").click()
     settle(encoder)
-    assert encoder.locator("#states .shapelayer path").count() == 4
+    assert encoder.locator("#states .shapelayer path").count() == 3
     assert encoder.locator("#states-status").inner_text() == "Marked: encoder.layer, after 6 blocks."
     marks = encoder.locator("#states .plot").first.locator(".scatterlayer .trace .point")
     last, line = marks.nth(6).bounding_box(), encoder.locator("#states .shapelayer path").first.bounding_box()
@@ -406,7 +406,7 @@ def test_the_curves_of_a_history_fit_their_boxes_and_follow_the_choice(
         "figure:not([hidden]) .plot",
         "boxes => boxes.map(box => [box.clientWidth, box.querySelector('.main-svg').clientWidth])",
     )
-    assert len(drawn) == 5
+    assert len(drawn) == 4
     assert all(svg <= box for box, svg in drawn)
     page.select_option("#choose-heads", label="First-token mass")
     page.wait_for_selector("#heads figure[data-title='First-token mass'] .main-svg")

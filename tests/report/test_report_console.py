@@ -64,7 +64,7 @@ def test_the_first_screen_of_twelve_layers_has_at_most_30_lines() -> None:
         importance=records.importance(),
         origin=about,
     )
-    for one, most in ((audit, 30), (acts, 28)):  # `acts` as printed by a command, before the paths of files
+    for one, most in ((audit, 30), (acts, 29)):  # `acts` as printed by a command, before the paths of files
         lines = document_text(audit_document(one), 80).splitlines()
         assert [*layer_rows(lines)] == [str(layer) for layer in range(12)]
         assert len(lines) <= most
@@ -114,14 +114,14 @@ def test_the_first_screen_has_columns_for_what_was_measured_only() -> None:
     found = {"heads": heads, "importance": records.importance(), "at_init": initial}
     lines = first_screen(audit.model_copy(update=found))
     assert "Not measured" not in " ".join(lines)
-    assert "costliest head: cost of removing it, as a share of" in " ".join(lines)
+    assert "costliest head: cost of removing it, as a share of" in " ".join(" ".join(lines).split())
     row = layer_rows(lines)["0"]
     assert row[:2] == [f"{mean(map(RANK.value, heads[:12])):.2f}", "0.50"]  # at first 64 of 128 tokens
     assert row[-2:] == ["+0.0%", "+5.5%"]  # heads 0 to 11, of a loss of 2
     for width in (56, 60, 79, 80, 84):
         narrow = document_text(audit_document(audit.model_copy(update=found)), width)
         assert max(len(line) for line in narrow.splitlines() if not line.startswith("→")) <= width
-        assert narrow.count("+5.5%") == 6
+        assert narrow.count("+5.5%") == 7  # six layers, and the verdict
         assert narrow.count("cheapest") == 2  # in the table and its explanation
 
 
@@ -180,7 +180,7 @@ def test_findings_are_before_the_tables_and_sorted_by_severity() -> None:
     text = printed("encoder")
     order = [
         text.index(word)
-        for word in ("COLLAPSE", "SINK", "IDENTITY", "full mask", "spread μ/‖Y‖ of 0", "dtype: bfloat16")
+        for word in ("COLLAPSE", "SINK", "IDENTITY", "full mask", "direction spread of 0", "dtype: bfloat16")
     ]
     assert order == sorted(order)
 
@@ -189,7 +189,7 @@ def test_a_finding_has_place_evidence_and_meaning() -> None:
     lines = [line.strip() for line in printed("encoder").splitlines()]
     at = lines.index("error    COLLAPSE  encoder.layer")
     said = [
-        "blocks passed 6 · token spread 0.213 · mean cosine 0.955",
+        "blocks passed 6 · direction spread 0.213 · mean cosine 0.955",
         "After layer 6 all tokens point almost the same way.",
     ]
     assert lines[at + 1 : at + 3] == said
@@ -287,7 +287,7 @@ def test_states_have_their_own_table_with_more_columns_on_the_page() -> None:
     assert ["4", "128", *shown] in [line.split() for line in printed("encoder").splitlines()]
     table = audit_document(records.encoder()).sections[-2].tables[-1]
     assert sorted(table.rows[4][2:]) == sorted(cells.values())
-    assert {"token\nspread", "absolute token spread μ"} <= set(table.columns)
+    assert {"direction\nspread", "absolute token spread μ"} <= set(table.columns)
 
 
 def test_masks_that_differ_within_a_panel_get_a_column() -> None:
@@ -310,7 +310,7 @@ def test_a_console_without_unicode_gets_words() -> None:
     file.flush()
     text = raw.getvalue().decode("ascii")
     assert "Threshold delta: 0.01" in " ".join(text.split())
-    assert "token spread mu/|Y| of 0" in text
+    assert "direction spread of 0" in text
     assert "-> `rw.skips.recommend" in text
 
 

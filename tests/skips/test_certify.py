@@ -198,6 +198,28 @@ def test_padding_that_counts_as_tokens_is_noted(padded: bool) -> None:
     assert any("`src_key_padding_mask` of the batch marks padding" in note for note in notes) == padded
 
 
+@pytest.mark.parametrize("size", [1.0, 1e3])
+def test_a_mu_that_is_the_norm_of_one_token_is_noted(size: float) -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=True).eval()
+    x = torch.randn(2, 9, 8)
+    x[:, 3] *= size
+    certificate = certify_skip(layer, x)
+    (skip,) = certificate.layers
+    y = x.double() + certify_branch(layer, x)
+    apart = (y - y.mean(1, keepdim=True)).square().sum(-1)
+    share = (apart.amax(1) / apart.sum(1)).max().item()
+    assert skip.largest_token_share == pytest.approx(share, rel=1e-5)
+    assert any("one token has more than half of μ²" in note for note in certificate.notes) == (size > 1)
+
+
+def certify_branch(layer: nn.TransformerEncoderLayer, x: Tensor) -> Tensor:
+    """Return the output of the self-attention of a pre-norm layer."""
+    with torch.no_grad():
+        read = layer.norm1(x)
+        return layer.self_attn(read, read, read, need_weights=False)[0].double()
+
+
 def test_sums_have_the_same_names_for_one_sequence_and_for_several() -> None:
     """Words + positions is a sum of states of one shape only if the batch has one sequence."""
     model = gpt2()

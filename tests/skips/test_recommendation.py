@@ -74,10 +74,10 @@ def test_the_least_lambda_without_a_collapse_is_chosen(device: torch.device) -> 
         skips = rw.add_lambda_skip(model, init=value, example=start)
         assert choice.sites == list(skips)
         audit = rw.audit(model, [start])
-        apart = min(recommendation.APART, audit.states[0].spread / 2)
+        apart = min(recommendation.APART, audit.states[0].direction_spread / 2)
         assert (lowest >= apart) == (value == choice.value)
         assert not (lowest >= apart and collapse_of(audit))
-        assert lowest == pytest.approx(min(one.spread for one in audit.states[1:]), rel=1e-5)
+        assert lowest == pytest.approx(min(one.direction_spread for one in audit.states[1:]), rel=1e-5)
         rw.remove_lambda_skip(model)
 
 
@@ -100,16 +100,18 @@ def test_no_lambda_is_named_if_every_lambda_collapses(monkeypatch: pytest.Monkey
     assert (choice.value, choice.removes_collapse, choice.advice) == (None, False, recommendation.UNHELPFUL)
     assert [value for value, _ in choice.tried] == [0.25, 0.5]
     (finding,) = collapse_of(advised(model))
-    assert "no |λ| up to 0.5 keeps the token spread above 0.1, and no λ is named. Proved" in finding.meaning
+    assert (
+        "no |λ| up to 0.5 keeps the direction spread above 0.1, and no λ is named. Proved" in finding.meaning
+    )
     assert finding.remedy == Remedy(words=choice.advice)
     assert "lambda_tried" not in finding.evidence
-    assert finding.evidence["spread_lowest_tried"] == max(lowest for _, lowest in choice.tried)
+    assert finding.evidence["direction_spread_lowest_tried"] == max(lowest for _, lowest in choice.tried)
     rw.skips.remove_lambda_skip(model)
     rw.add_lambda_skip(model, init=0.5, example=START)
     (after,) = collapse_of(rw.audit(model, [START]))
-    lowest = finding.evidence["spread_lowest_tried"]
+    lowest = finding.evidence["direction_spread_lowest_tried"]
     rounding = 16 * torch.finfo(torch.float32).eps  # of states whose differences are of this order
-    assert after.evidence["spread_lowest"] == pytest.approx(lowest, abs=rounding)
+    assert after.evidence["direction_spread_lowest"] == pytest.approx(lowest, abs=rounding)
     assert lowest > 10 * rounding
 
 
@@ -237,7 +239,7 @@ def test_the_finding_states_trial_and_proof_and_its_remedy_removes_collapse() ->
     assert finding.evidence["lambda_tried"] == choice.value
     assert finding.evidence["lambda_proved"] == choice.proved
     assert finding.evidence["mixing_share"] == choice.mixing_share
-    assert finding.evidence["spread_lowest_tried"] == choice.tried[-1][1]
+    assert finding.evidence["direction_spread_lowest_tried"] == choice.tried[-1][1]
     assert f"|λ| = {choice.value:g} removes COLLAPSE" in finding.meaning
     assert finding.meaning.endswith("Nothing is known about training with such a λ.")
     assert recommendation.TRAINS in audit.provenance.notes
@@ -328,7 +330,7 @@ def test_no_lambda_is_named_if_no_larger_one_helps(existing: float | None) -> No
     if existing is not None:
         rw.add_lambda_skip(model, init=existing, example=START)
     (finding,) = collapse_of(advised(model))
-    assert "no |λ| up to 16 keeps the token spread above 0.1, and no λ is named." in finding.meaning
+    assert "no |λ| up to 16 keeps the direction spread above 0.1, and no λ is named." in finding.meaning
     assert finding.remedy == Remedy(words=recommendation.UNHELPFUL)
     for part in model.blocks:
         part[1] = nn.Identity()
@@ -510,7 +512,12 @@ def holding(*findings: Finding) -> rw.Audit:
 
 
 def finding() -> Finding:
-    evidence = {"blocks": 1, "spread": 0.02, "spread_input": 0.9, "spread_lowest": 0.02}
+    evidence = {
+        "blocks": 1,
+        "direction_spread": 0.02,
+        "direction_spread_input": 0.9,
+        "direction_spread_lowest": 0.02,
+    }
     return Finding(code="COLLAPSE", severity="error", where=Address("h"), evidence=evidence, meaning="")
 
 

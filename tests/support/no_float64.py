@@ -191,7 +191,7 @@ def check_skips() -> None:
                     rw.add_lambda_skip(model, init=0.5, example=there)
                 certificate = rw.certify_skip(model, there)
                 numbers += [layer.model_dump() for layer in certificate.layers]
-                (stack,) = rw.skips.spread_by_layer(model, [there])
+                (stack,) = rw.skips.direction_spread_by_layer(model, [there])
                 numbers.append(rw.skips.choose_lambda(model, there, stack).model_dump())
                 audit = rw.skips.recommend(rw.audit(model, [there]), model, there)
                 numbers += [finding.evidence for finding in audit.findings if finding.code == "COLLAPSE"]

@@ -41,7 +41,10 @@ class Change(Record):
 
 
 class LayerChange(Record):
-    """One measure of one layer in two audits: mean over the layer's heads, or value of its token states."""
+    """One measure of one layer in two audits: mean over the layer's heads, or value of its token states.
+
+    For measures with `Measure.maximum`, the largest value of the layer's heads.
+    """
 
     stack: str
     layer: Count
@@ -231,13 +234,14 @@ def _changes(
 def layer_means(audit: Audit) -> dict[LayerKey, tuple[float, float]]:
     """Return (value, standard deviation over sequences) of each known measure of each layer, heads first.
 
-    For heads, both are means over the heads of the layer.
+    For heads, both are means over the heads of the layer, or the value is their maximum (`Measure.maximum`).
     """
     means: dict[LayerKey, tuple[float, float]] = {}
     for layer, heads in grouped(audit.heads, attrgetter("stack", "layer", "cross")).items():
         for measure in HEAD_MEASURES:
             values, deviations = ([of(measure, head) for head in heads] for of in (HeadMeasure.value, _std))
-            means[LayerKey("heads", *layer, measure.name)] = mean(values), mean(deviations)
+            value = measure.over_heads(values) if measure.maximum else mean(values)
+            means[LayerKey("heads", *layer, measure.name)] = value, mean(deviations)
     for state in audit.states:
         for of_states in STATE_MEASURES:
             key = LayerKey("states", state.stack, state.blocks, False, of_states.name)
@@ -283,7 +287,7 @@ def _totals(before: Audit, after: Audit) -> list[Total]:
         numbers["heads"].append(len(audit.heads))
         numbers["tokens of a sequence"].append(mean(head.tokens for head in audit.heads))
         numbers["width of the token states"].append(mean(state.hidden_size for state in last))
-        numbers["token spread at the end"].append(mean(state.spread for state in last))
+        numbers["direction spread at the end"].append(mean(state.direction_spread for state in last))
         numbers["effective rank of the last states"].append(mean(state.effective_rank for state in last))
         numbers["findings"].append(len(audit.findings))
     measured = [

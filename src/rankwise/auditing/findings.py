@@ -12,6 +12,7 @@ from rankwise._internals.records import Address, grouped
 from rankwise._internals.statistics import WIDTH_TOLERANCE
 from rankwise.auditing.importance_findings import (
     describe_removable,
+    interval_words,
     narrowing_saves,
     saved_share,
     with_removal_costs,
@@ -49,11 +50,11 @@ SINK_MASS = 0.9
 CONSTANT_STABLE_RANK, CONSTANT_DISTANCE = 1.1, 0.3
 # IDENTITY: the squared distance is below 1 % (0.1²) of the sum of both squared norms.
 IDENTITY_DISTANCE = 0.1
-# COLLAPSE: threshold on token spread, whose square is the share of ‖Y‖² that differs between tokens. Halfway,
-# COLLAPSED_RUNS training runs were below the threshold, of which COLLAPSED_FAILED did not learn
+# COLLAPSE: threshold on direction spread, the sine of the angle between the middle token and most tokens.
+# Halfway, COLLAPSED_RUNS training runs were below the threshold, of which COLLAPSED_FAILED did not learn
 # (docs/evidence/collapse-rule.md).
 COLLAPSE_SPREAD, COLLAPSED_RUNS, COLLAPSED_FAILED = 0.04, 40, 37
-# COLLAPSE also requires that token spread has halved since the input, because input tokens may be similar.
+# COLLAPSE also requires that direction spread has halved since the input, whose tokens may be similar.
 COLLAPSE_FALL = 0.5
 # INACTIVE_BLOCK: at most 1e-4 (0.01²) of the output's squared norm is orthogonal to the input.
 INACTIVE_TURN = 0.01
@@ -63,6 +64,12 @@ OVERSIZED_HEADS = 0.4
 # With N tokens per channel, eigenvalues of second moments are within (1 ± 1/√N)² of the true eigenvalues
 # (Marchenko and Pastur): 1/4 to 9/4 for N = 4. With fewer tokens, every head seems to need few channels.
 TOKENS_PER_CHANNEL = 4
+
+OF_MASSIVE = (
+    "massive_tokens", "largest_norm_ratio", "largest_norm_share", "effective_rank",
+    "effective_rank_without_massive",
+)  # fmt: skip
+"""Measures in the evidence of MASSIVE_TOKENS."""
 
 Subject = Literal["model", "stack", "layer", "mixer", "head", "modules"]
 Find = Callable[..., Iterator[Finding]]
@@ -165,11 +172,13 @@ def removable(measured: Measured) -> Iterator[Finding]:
     importance = measured.importance
     if importance is not None and (removable := importance.removable) is not None and removable.heads:
         saved = saved_share(removable.heads, measured.heads, measured.states, measured.provenance)
-        numbers = {name: getattr(removable, name) for name in ("cost", "relative", "loss")}
+        names = ("cost", "relative", "low", "high", "held_out", "loss")
+        numbers = {name: getattr(removable, name) for name in names}
         evidence = {"heads": len(removable.heads), **numbers, "parameters": saved}
         words = describe_removable(importance, removable, saved)
         place = Address() if len(removable.heads) > 1 else removable.heads[0]
-        remedy = removal_remedy(importance, saved, removable.relative, removable.tolerance)
+        price = f"these cost {removable.relative:+.2%} on held-out sequences{interval_words(removable)}"
+        remedy = removal_remedy(importance, saved, removable.relative, removable.tolerance, f" ({price})")
         yield _finding("REMOVABLE", place, evidence, words, remedy=remedy)
 
 
@@ -224,23 +233,23 @@ def nonfinite(measured: Measured) -> Iterator[Finding]:
 
 
 @rule(
-    "COLLAPSE", about="stack", names="collapse through depth", decided_by="spread_lowest",
-    shown_by="spread",
+    "COLLAPSE", about="stack", names="collapse through depth", decided_by="direction_spread_lowest",
+    shown_by="direction_spread",
     remedy=Remedy(words="try which λ keeps tokens apart", code="rw.skips.recommend(audit, model, batch)"),
 )  # fmt: skip
 def collapse(measured: Measured) -> Iterator[Finding]:
-    """Find stacks in which tokens become equal."""
+    """Find stacks in which most tokens become parallel."""
     for group in grouped(measured.states, attrgetter("stack")).values():
         states = [state for state in group if state.tokens >= MIN_TOKENS]
-        first = states[0].spread if states else math.nan
+        first = states[0].direction_spread if states else math.nan
         threshold = min(COLLAPSE_SPREAD, COLLAPSE_FALL * first)
-        low = [state for state in states[1:] if state.spread < threshold]
+        low = [state for state in states[1:] if state.direction_spread < threshold]
         if not low or math.isnan(first):
             continue
-        start, lowest = low[0], min(state.spread for state in low)
+        start, lowest = low[0], min(state.direction_spread for state in low)
         evidence = {
-            "blocks": start.blocks, "spread": start.spread, "spread_input": first, "spread_lowest": lowest,
-            "mean_cosine": start.mean_cosine,
+            "blocks": start.blocks, "direction_spread": start.direction_spread,
+            "direction_spread_input": first, "direction_spread_lowest": lowest, "spread": start.spread,
         }  # fmt: skip
         yield _finding("COLLAPSE", Address(start.stack), evidence, collapse_words(evidence), "error")
 
@@ -248,11 +257,34 @@ def collapse(measured: Measured) -> Iterator[Finding]:
 def collapse_words(evidence: Mapping[str, float | int]) -> str:
     """Return the sentences that explain a COLLAPSE finding with this evidence."""
     return (
-        f"Tokens become equal: token spread μ/‖Y‖ {evidence['spread_input']:.2g} at the input, "
-        f"{evidence['spread']:.2g} after {evidence['blocks']:g} blocks, at the lowest "
-        f"{evidence['spread_lowest']:.2g}. In experiments {COLLAPSED_FAILED} of {COLLAPSED_RUNS} training "
-        f"runs with a value below {COLLAPSE_SPREAD:g} halfway did not learn."
+        f"Most tokens become parallel: direction spread {evidence['direction_spread_input']:.2g} at the "
+        f"input, {evidence['direction_spread']:.2g} after {evidence['blocks']:g} blocks, at the lowest "
+        f"{evidence['direction_spread_lowest']:.2g}. In experiments {COLLAPSED_FAILED} of {COLLAPSED_RUNS} "
+        f"training runs with a value below {COLLAPSE_SPREAD:g} halfway did not learn."
     )
+
+
+@rule(
+    "MASSIVE_TOKENS", about="stack", names="massive tokens", decided_by="largest_norm_share",
+)  # fmt: skip
+def massive_tokens(measured: Measured) -> Iterator[Finding]:
+    """Find stacks with tokens of huge norm. Nothing follows from them alone."""
+    for group in grouped(measured.states, attrgetter("stack")).values():
+        states = [state for state in group if state.tokens >= MIN_TOKENS and state.massive_tokens >= 0.5]
+        if states:
+            state = max(states, key=lambda state: state.largest_norm_share)
+            place = state.largest_position
+            token = "one token" if place is None else f"token {place}" if place else "the first token"
+            words = (
+                f"After block {state.blocks - 1} {token} has {state.largest_norm_ratio:.0f} times the median "
+                f"norm and {state.largest_norm_share:.0%} of ‖Y‖². This is normal in large decoders. "
+                f"It raises μ and μ/‖Y‖, and lowers the effective rank to {state.effective_rank:.3g}, from "
+                f"{state.effective_rank_without_massive:.3g} without tokens above ten times the median norm. "
+                "Direction spread and mean cosine do not depend on norms."
+            )
+            evidence = {"blocks": state.blocks, "states": len(states)}
+            evidence |= {name: getattr(state, name) for name in OF_MASSIVE}
+            yield _finding("MASSIVE_TOKENS", Address(state.stack), evidence, words)
 
 
 def inactive_remedy(by_hand: str) -> Remedy:
@@ -285,10 +317,17 @@ def inactive_block(measured: Measured) -> Iterator[Finding]:
     with_costs=True,
 )  # fmt: skip
 def sink(head: HeadRecord) -> Iterator[Finding]:
-    """Find a head that puts more than nine tenths of its weight on one token."""
+    """Find a head that puts more than nine tenths of its weight on one token.
+
+    A decoder's head that attends to the first token is a note without action: trained decoders have many.
+    """
     if _is_judged(head) and head.max_token_mass > SINK_MASS:
         share = f"{_token_name(head)} takes {head.max_token_mass:.0%} of a row on average"
-        yield _structure("SINK", head, f"{share}: the head passes on little else.")
+        finding = _structure("SINK", head, f"{share}: the head passes on little else.")
+        if head.mask == "causal" and head.first_token_mass > SINK_MASS:
+            normal = Remedy(no_action="a sink on the first token is normal in a decoder")
+            finding = finding.model_copy(update={"severity": "info", "remedy": normal})
+        yield finding
 
 
 @rule(

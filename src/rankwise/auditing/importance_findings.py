@@ -6,7 +6,7 @@ from operator import attrgetter
 
 from rankwise._internals.records import Address, format_number, grouped
 from rankwise.auditing.records import Finding, HeadRecord, Provenance, Remedy, StateRecord
-from rankwise.auditing.remedies import EXACTLY, removal_remedy
+from rankwise.auditing.remedies import EXACTLY, removal_remedy, unless_too_little
 from rankwise.importance.records import HeadImportance, ImportanceRecord, RemovableSet
 
 CAUTION = "sort heads and can fall far short of large costs"
@@ -48,18 +48,28 @@ def _with_removal_cost(
         head.method == "exact",
     )
     if exact:
-        words = f"Without it the loss changes by {percent} ({_change(importance, head.cost)}, exact)"
+        change = _change(importance, head.cost, importance.value + head.cost)
+        words = f"without it the loss changes by {percent} ({change}, exact)."
     else:
-        words = f"The estimated cost of removal is {percent}; such estimates {CAUTION}"
-    if math.isnan(share):
+        words = f"the estimated cost of removal is {percent}. Such estimates {CAUTION}."
+    if finding.remedy is not None and finding.remedy.no_action:
+        remedy = finding.remedy
+    elif share <= 0:
+        remedy = Remedy(
+            no_action="removing it costs nothing" + ("" if exact else ", by estimate"), costs=share
+        )
+    elif math.isnan(share):
         remedy = Remedy(no_action=f"{importance.reference_name}, which costs are compared with, is 0")
     elif not exact:
-        remedy = EXACTLY
+        remedy = unless_too_little(EXACTLY, saved)  # exact costs lead to an action only if it saves enough
     elif share <= tolerance:
         remedy = removal_remedy(importance, saved, share, tolerance)
     else:
         remedy = Remedy(no_action="the model needs this head", costs=share)
-    meaning, evidence = f"{finding.meaning} {words}.", finding.evidence | {"removal_cost": head.cost}
+    # the cost is in the first sentence, which the first screen shows
+    first, stop, others = finding.meaning.partition(". ")
+    meaning = f"{first.removesuffix('.')}; {words}{stop[1:]}{others}"
+    evidence = finding.evidence | {"removal_cost": head.cost}
     return finding.model_copy(update={"meaning": meaning, "evidence": evidence, "remedy": remedy})
 
 
@@ -73,11 +83,24 @@ def describe_removable(importance: ImportanceRecord, removable: RemovableSet, sa
     removed, listed = f"layer {removable.heads[0].layer} head {removable.heads[0].head}", ""
     if len(removable.heads) > 1:
         removed, listed = f"these {len(removable.heads)} heads together", f" ({where})"
-    verb = "lowers the loss by" if removable.cost < 0 else "costs"
-    cost = f"{verb} {abs(importance.share(removable.cost)):.2%}{_of(importance)}"
-    cost += f" ({_change(importance, removable.cost)})"
+    share = removable.relative if removable.held_out else removable.chosen_relative
+    cost = f"{'lowers the loss by' if share < 0 else 'costs'} {abs(share):.2%}{_of(importance)}"
+    if removable.held_out:
+        sequences = removable.held_out + removable.chosen_on
+        cost += f" ({_change(importance, removable.cost, removable.loss)}{interval_words(removable)}) on "
+        cost += f"{removable.held_out} of {sequences} sequences, which were held out, and "
+        cost += f"{removable.chosen_relative:+.2%} on those that chose the set"
+    else:
+        cost += " on the sequences that chose the set. No other sequence says what it costs elsewhere"
     gain = "" if math.isnan(saved) else f" It saves at most {saved:.1%} of the parameters."
-    return f"Removing {removed} {cost}, measured on these batches{listed}.{gain}"
+    return f"Removing {removed} {cost}{listed}.{gain}"
+
+
+def interval_words(removable: RemovableSet) -> str:
+    """Return the 95 % interval of the held-out cost of a set as text, or the reason why it is unknown."""
+    if removable.held_out == 1:
+        return "; one sequence has no interval"
+    return f"; 95 % interval {removable.low:+.2%} to {removable.high:+.2%}"
 
 
 def saved_share(
@@ -157,9 +180,9 @@ def _percent(importance: ImportanceRecord, cost: float) -> str:
     return f"{share:+.{2 if abs(share) < 0.1 else 1}%}" + _of(importance)
 
 
-def _change(importance: ImportanceRecord, cost: float) -> str:
+def _change(importance: ImportanceRecord, cost: float, loss: float) -> str:
     if importance.value:
-        return f"{importance.unit} {importance.value:.4g} → {importance.value + cost:.4g}"
+        return f"{importance.unit} {loss - cost:.4g} → {loss:.4g}"
     return f"{importance.loss} {cost:.2g}" + (f" {importance.unit}" if _of(importance) else "")
 
 

@@ -20,7 +20,7 @@ from rankwise.auditing.measure_table import HEAD_MEASURES, STATE_MEASURES, mixer
 from rankwise.auditing.provenance import PROBES, SEED, STEPS
 from rankwise.auditing.reference_ranks import Mask, masks_of, reference_ranks
 from rankwise.auditing.settings import RankMethod
-from rankwise.auditing.statistics import ERRORS, MEANS, RANKS, HeadStatistics, StateStatistics
+from rankwise.auditing.statistics import ERRORS, MAXIMA, MEANS, RANKS, HeadStatistics, StateStatistics
 from rankwise.operators import MixingOperator
 from rankwise.tracing import CapturedMixer, CapturedState
 
@@ -38,6 +38,8 @@ MANY_HEADS = 128
 """If a state-space mixer has more channels than this, only a sample of the channels is measured."""
 MAX_CHANNELS = 16
 """Number of channels in the sample; the choice depends on a fixed seed."""
+WITHOUT = "effective_rank_without_massive"
+"""Measure that equals the effective rank of the states if no token is massive."""
 FUNCTIONS = {row.name: row.function for row in HEAD_MEASURES if row.function}
 
 
@@ -46,7 +48,7 @@ class HeadBatch:
     """Measures of H heads in B sequences (or image windows) of equal length; NaN if unknown or undefined."""
 
     measures: dict[str, Floats]
-    """Values of the fields in `MEANS` and `RANKS`, shape (B, H) each."""
+    """Values of the fields in `MEANS`, `RANKS` and `MAXIMA`, shape (B, H) each."""
     stderr: dict[str, Floats]
     """Standard errors of the measures in `ERRORS`, shape (B, H) each."""
     estimated: Floats
@@ -106,9 +108,18 @@ def measure_heads(
     sigma_max = by_sequence((sequences.measures["sigma_max"] for sequences in measured), complete=True)
     nonfinite = np.isnan(sigma_max) & real.any(1, keepdims=True)
     statistics.nonfinite_sequences = nonfinite.sum(0).astype(np.float64)
+    norms: dict[str, Floats] = {}
+    if isinstance(site.operator, operators.SoftmaxMixing):
+        norms["query_norm"] = measures.query_norm(site.operator, site.valid_tokens).cpu().numpy()
+        norms["key_norm"] = measures.key_norm(site.operator, site.valid_sources).cpu().numpy()
     for name, moments in statistics.measures.items():
-        values = by_sequence((sequences.measures[name] for sequences in measured), complete=name in RANKS)
+        numbers = [norms[name]] if name in norms else [sequences.measures[name] for sequences in measured]
+        values = by_sequence(numbers, complete=name in RANKS)
         moments.add(np.where(nonfinite, np.nan, values))
+    for name in MAXIMA:
+        largest = np.concatenate([sequences.measures[name] for sequences in measured])
+        kept = np.where(np.repeat(nonfinite, windows, axis=0), np.nan, largest)
+        statistics.maxima[name] = np.fmax.reduce(kept, axis=0)
     for name, moments in statistics.stderr.items():
         moments.add(
             np.where(nonfinite, np.nan, by_sequence(sequences.stderr[name] for sequences in measured))
@@ -118,8 +129,8 @@ def measure_heads(
     statistics.distances.add(by_sequence(sequences.distances for sequences in measured))
     if isinstance(site.operator, operators.SoftmaxMixing):
         sums = measures.logit_moments(site.operator, site.valid_tokens, site.valid_sources).sum_sequences()
-        numbers = (sums.query, sums.key, sums.rows, sums.columns)
-        statistics.logits = measures.LogitMoments(*(number.cpu() for number in numbers))
+        parts = (sums.query, sums.key, sums.rows, sums.columns)
+        statistics.logits = measures.LogitMoments(*(part.cpu() for part in parts))
         statistics.head_dim = site.operator.query.shape[-1]
         statistics.heads_per_group = site.operator.heads_per_group
     _add_examples(statistics, measured)
@@ -229,7 +240,7 @@ def _measure(
         return np.full((sequences, heads), float(value))
 
     return HeadBatch(
-        measures={name: full(fields.get(name, math.nan)) for name in (*MEANS, *RANKS)},
+        measures={name: full(fields.get(name, math.nan)) for name in (*MEANS, *RANKS, *MAXIMA)},
         stderr={name: full(estimate.stderr) for name, estimate in estimates.items()},
         estimated=full(estimated),
         distances=values["head_distance"].cpu().numpy(),
@@ -250,7 +261,7 @@ def _decomposed(operator: MixingOperator, delta: float) -> tuple[MixingOperator,
     """Return the operator and its ranks. The operator is made dense if all matrices fit in `MATRIX_BYTES`."""
     together = MATRIX_BYTES // _matrix_bytes(operator)
     if together >= math.prod(operator.shape[:2]):
-        operator, together = operators.DenseMixing(_formed(operator)), operator.shape[1]
+        operator, together = _formed(operator), operator.shape[1]
     parts = [
         measures.rank_summary(operator[:, start : start + max(1, together)], delta)
         for start in range(0, operator.shape[1], max(1, together))
@@ -260,18 +271,21 @@ def _decomposed(operator: MixingOperator, delta: float) -> tuple[MixingOperator,
     )
 
 
-def _formed(operator: MixingOperator) -> Tensor:
-    """Return the dense float64 matrices (B, H, T, S); on a CPU, one thread forms each sequence."""
+def _formed(operator: MixingOperator) -> operators.DenseMixing:
+    """Return the operator as dense float64 matrices (B, H, T, S); on a CPU, a thread forms each sequence."""
+    tokens = operator.shape[-2]
     if operator.device.type != "cpu" or operator.shape[0] < 2:
-        return operator.dense(torch.float64)
+        matrices, logits = operator.to(torch.float64).rows_with_logits(0, tokens)
+        return operators.DenseMixing(matrices, largest_logits=logits)
     matrices = torch.empty(operator.shape, dtype=torch.float64)
+    logits = torch.empty(operator.shape[:-1], dtype=torch.float64)
 
     def form(number: int) -> None:
         index = slice(number, number + 1)
-        matrices[index] = operator[index].dense(torch.float64)
+        matrices[index], logits[index] = operator[index].to(torch.float64).rows_with_logits(0, tokens)
 
     map_threads(form, range(operator.shape[0]))
-    return matrices
+    return operators.DenseMixing(matrices, largest_logits=logits)
 
 
 def _memberships(
@@ -301,7 +315,7 @@ def _rounded(numbers: Tensor) -> list[list[list[float]]]:
 def _without_tokens(heads: int) -> HeadBatch:
     unknown = np.full((1, heads), np.nan)
     return HeadBatch(
-        measures=dict.fromkeys((*MEANS, *RANKS), unknown), stderr=dict.fromkeys(ERRORS, unknown),
+        measures=dict.fromkeys((*MEANS, *RANKS, *MAXIMA), unknown), stderr=dict.fromkeys(ERRORS, unknown),
         estimated=unknown, distances=np.full((1, heads, heads), np.nan),
         masks=[], spectra=[], memberships=[], peaks=[[-1] * heads],
     )  # fmt: skip
@@ -312,8 +326,8 @@ def measure_states(
 ) -> StateStatistics:
     """Return statistics of token states.
 
-    ``before`` are the states that the block read, or None if unknown. The effective rank, which requires an
-    SVD, is NaN unless ``ranks``.
+    ``before`` are the states that the block read, or None if unknown. Effective ranks, which require an
+    SVD, are NaN unless ``ranks``.
     """
     home = float64_device(state.tokens.device)
     tokens, mask = state.tokens.to(home), None if state.mask is None else state.mask.to(home)
@@ -321,8 +335,15 @@ def measure_states(
     values: dict[str, Tensor] = {
         row.name: measures.MEASURES[row.function].function(tokens, mask)
         for row in STATE_MEASURES
-        if row.function and (ranks or row.name != "effective_rank")
+        if row.function and (ranks or not row.name.startswith("effective_rank"))
+        if row.name != WITHOUT
     }
+    if ranks:
+        values[WITHOUT] = values["effective_rank"].clone()
+        massive = values["massive_tokens"] > 0
+        if bool(massive.any()):
+            rest = None if mask is None else mask[massive]
+            values[WITHOUT][massive] = measures.MEASURES[WITHOUT].function(tokens[massive], rest)
     values["tokens"] = real.sum(-1).double()
     values["relative_update"] = torch.full(tokens.shape[:1], torch.nan, dtype=torch.float64)
     if before is not None:
@@ -331,6 +352,9 @@ def measure_states(
     statistics = StateStatistics(state.stack, state.name, state.layer, tokens.shape[-1])
     # a sequence of nothing but padding does not count as non-finite
     statistics.nonfinite_sequences = int((unknown & real.any(-1).cpu()).sum())
+    norms = tokens.double().norm(dim=-1).masked_fill(~real, -1)
+    places = (real.cumsum(1) - 1).gather(1, norms.argmax(1, keepdim=True))[:, 0].cpu()
+    statistics.largest_at.update(places[~unknown].tolist())
     for name in values:
         statistics.measures[name].add(values[name].cpu().masked_fill(unknown, torch.nan)[:, None].numpy())
     return statistics

@@ -5,12 +5,13 @@ Audits evaluate the functions that rows name, records hold the values, and compa
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 from rankwise._internals.records import MISSING, Number, Record, format_number
+from rankwise._internals.statistics import mean
 
 REFERENCES = {
     "one_hot_rank": "one-hot rows",
@@ -66,6 +67,7 @@ DIRECTIONS = Range("[1, min(T, S)]", 1.0, _full_rank, wide=True)
 WIDTH = Range("[0, K]", 0.0, lambda head: math.nan if head.head_dim is None else float(head.head_dim))
 NATS = Range("[0, log S] nats", 0.0, lambda head: math.log(head.sources) if head.sources > 1 else math.nan)
 POSITIVE = Range("[0, ∞)")
+HALF = Range("[0, T/2]", 0.0, lambda state: float(state.tokens) / 2, wide=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +97,8 @@ class Measure:
     """Title of the measure's column on the console; empty if it has no column there."""
     summed: bool = False
     """True if the value of a layer is the sum over its heads, not the mean."""
+    maximum: bool = False
+    """True if a record has the maximum over sequences and a layer the maximum over heads, not the means."""
     share: bool = False
     """True if the value is shown divided by min(T, S)."""
     if_signed: str = ""
@@ -115,6 +119,13 @@ class Measure:
     def label(self) -> str:
         """Name in texts: `symbol`, or else the name of the field with spaces."""
         return self.symbol or self.name.replace("_", " ")
+
+    def over_heads(self, values: Iterable[float]) -> float:
+        """Return the value of a layer: maximum, sum or mean of finite values; NaN if there is none."""
+        finite = [value for value in values if math.isfinite(value)]
+        if self.maximum or self.summed:
+            return (max(finite) if self.maximum else sum(finite)) if finite else math.nan
+        return mean(finite)
 
     def applies_to(self, head: Any) -> bool:
         """Return True if the measure is informative for the kind of mixer of a head."""
@@ -256,6 +267,26 @@ class HeadMeasures(Record):
         meaning="Smallest query/key width that changes the attention by at most 0.01 nats (KL to second "
         "order, equal weight for all rows). It holds for these sequences: others can need more.",
     )] = math.nan
+    largest_logit: Annotated[Number, HeadMeasure(
+        title="Largest logit", formula="max z_ij over all sequences and unmasked pairs i, j; M = softmax(z)",
+        range=Range("(−∞, ∞)"), low="smallest in the audit", high="largest in the audit", digits=1,
+        cost="included in a pass over the rows", kinds=("softmax",), known_only=True, maximum=True,
+        function="largest_logit",
+        meaning="Largest number of which the softmax is taken, after scale, bias and soft cap; the maximum "
+        "over sequences, and over the heads of a layer. If it grows, training can become unstable; training "
+        "frameworks act at 100.",
+    )] = math.nan
+    query_norm: Annotated[Number, HeadMeasure(
+        title="Norm of queries", formula="mean of ‖q_i‖ over the queries that enter the product q_i·k_j",
+        range=POSITIVE, low="all zero", high="large", digits=1, cost="O(T K)", kinds=("softmax",),
+        known_only=True, drawn=False,
+        meaning="Mean norm of queries, after norms and rotation and before the factor of the logits.",
+    )] = math.nan
+    key_norm: Annotated[Number, HeadMeasure(
+        title="Norm of keys", formula="mean of ‖k_j‖ over the keys that enter the product q_i·k_j",
+        range=POSITIVE, low="all zero", high="large", digits=1, cost="O(S K)", kinds=("softmax",),
+        known_only=True, drawn=False, meaning="Mean norm of keys, after norms and rotation.",
+    )] = math.nan
     sigma_max: Annotated[Number, HeadMeasure(
         title="Largest singular value", short="σ max", symbol="σ_max", formula="σ_1", range=POSITIVE,
         low="smallest in the audit", high="largest in the audit", digits=2, cost="less than half an SVD",
@@ -305,13 +336,13 @@ class StateMeasures(Record):
     spread: Annotated[Number, StateMeasure(
         title="Token spread μ/‖Y‖", symbol="token spread", formula="‖Y − 1ȳᵀ‖_F/‖Y‖_F", range=UNIT,
         low="all tokens the same", high="the mean token is 0", digits=3, cost="O(T D)",
-        console="token\nspread", function="spread",
+        drawn=False, function="spread",
         meaning="Distance μ of tokens from their mean, divided by their norm: 0 if all tokens are the same.",
     )]
     direction_spread: Annotated[Number, StateMeasure(
         title="Direction spread", formula="median over i of sin ∠(y_i, c), c: direction of most tokens",
         range=UNIT, low="most tokens have one direction", high="tokens point apart", digits=3, cost="O(T D)",
-        function="direction_spread",
+        console="direction\nspread", function="direction_spread",
         meaning="Angle between the middle token and most tokens: 0 if more than half have one direction.",
     )]
     mean_cosine: Annotated[Number, StateMeasure(
@@ -326,6 +357,32 @@ class StateMeasures(Record):
         digits=1, cost="one SVD", console="effective\nrank", function="state_effective_rank",
         meaning="How many directions the tokens span: 1 if they are on one line.",
     )]
+    effective_rank_without_massive: Annotated[Number, StateMeasure(
+        title="Effective rank without massive tokens", short="Rank without massive",
+        formula="effective rank of the tokens with ‖y_i‖ ≤ 10 · median_j ‖y_j‖",
+        range=DIRECTIONS._replace(text="[1, min(T, D)]"), low="one direction only", high="many directions",
+        digits=1, cost="one more SVD if a token is massive", drawn=False,
+        function="effective_rank_without_massive",
+        meaning="How many directions the tokens span if the tokens of huge norm are left out.",
+    )] = math.nan
+    massive_tokens: Annotated[Number, StateMeasure(
+        title="Number of massive tokens", short="Massive tokens", formula="#{i: ‖y_i‖ > 10 · median_j ‖y_j‖}",
+        range=HALF, low="norms are alike", high="many tokens of huge norm",
+        digits=1, cost="O(T D)", drawn=False, function="massive_tokens",
+        meaning="Number of tokens whose norm is above ten times the median norm of the sequence.",
+    )] = math.nan
+    largest_norm_ratio: Annotated[Number, StateMeasure(
+        title="Largest norm over median norm", short="Norm ratio", formula="max_i ‖y_i‖ / median_j ‖y_j‖",
+        range=POSITIVE._replace(text="[1, ∞)", low=1.0), low="norms are alike", high="one huge token",
+        digits=1, cost="O(T D)", drawn=False, function="largest_norm_ratio",
+        meaning="Norm of the largest token in units of the median norm. In large decoders it is 10 to 1,000.",
+    )] = math.nan
+    largest_norm_share: Annotated[Number, StateMeasure(
+        title="Share of the largest token in ‖Y‖²", short="Norm share", formula="max_i ‖y_i‖²/‖Y‖²",
+        range=UNIT._replace(text="[1/T, 1]"), low="norms are alike", high="one token is all of ‖Y‖",
+        digits=2, cost="O(T D)", drawn=False, function="largest_norm_share",
+        meaning="Above one half, token spread and effective rank describe one token rather than all.",
+    )] = math.nan
     relative_update: Annotated[Number, StateMeasure(
         title="Relative update", formula="min_c ‖Y − cY'‖_F/‖Y‖_F, Y' the state before; NaN for layer 0",
         range=UNIT, low="the block only scales its input", high="nothing of the input is left", digits=3,

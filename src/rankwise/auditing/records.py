@@ -276,13 +276,22 @@ class StateRecord(StateMeasures, StateOrigin):
     """Standard deviation over sequences, by name of the measure."""
     counts: dict[str, Count] = Field(default_factory=dict)
     """Number of sequences in the mean, for measures that are undefined in some sequences."""
+    largest_at: dict[int, Count] = Field(default_factory=dict)
+    """Number of sequences by position of the token of largest norm, for the most frequent positions. Padding
+    does not count in positions."""
     at_init: AtInit | None = None
     """Measures of the same states at initialization, on the same data; None if not requested."""
+
+    @property
+    def largest_position(self) -> int | None:
+        """Position of the token of largest norm in at least half of the sequences. None if positions vary."""
+        position = max(self.largest_at, key=lambda place: self.largest_at[place], default=None)
+        return position if position is not None and 2 * self.largest_at[position] >= self.sequences else None
 
     def __repr__(self) -> str:
         return (
             f"StateRecord({self.stack!r}, after {self.blocks} blocks: "
-            f"token spread {format_number(self.spread)}, "
+            f"direction spread {format_number(self.direction_spread)}, "
             f"mean cosine {format_number(self.mean_cosine)}, "
             f"effective rank {format_number(self.effective_rank)})"
         )
@@ -349,7 +358,7 @@ class Verdict(Record):
     actions: tuple[str, ...] = ()
     """Remedies of at most three findings, most urgent first, with commands in backticks."""
     no_action: str = ""
-    """Reason why no action is recommended; empty if the sentence says it."""
+    """Sentence on an action that is not recommended, and why; empty if there is nothing to say."""
 
 
 class Provenance(Record):

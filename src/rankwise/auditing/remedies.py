@@ -99,7 +99,7 @@ def unless_done(remedy: Remedy, about: Provenance | None) -> Remedy:
 
 def unless_too_little(remedy: Remedy, saved: float) -> Remedy:
     """Return the remedy, with no action recommended if the share ``saved`` is below `WORTH`."""
-    reason = "it saves too little to notice" if saved < WORTH else ""
+    reason = f"the savings are too small to notice ({saved:.1%})" if saved < WORTH else ""
     return remedy.model_copy(update={"no_action": reason})
 
 
@@ -124,13 +124,22 @@ def join_compressions(remedies: Sequence[Remedy]) -> Remedy:
     return compress_remedy(parts, options[0]["--tolerance"], words, first.out, math.nan)
 
 
-def removal_remedy(importance: ImportanceRecord, saves: float, costs: float, tolerance: float) -> Remedy:
-    """Return the remedy that removes heads, without action if the model predicts hardly better than chance.
+def removal_remedy(
+    importance: ImportanceRecord, saves: float, costs: float, tolerance: float, price: str = ""
+) -> Remedy:
+    """Return the remedy that removes heads, without action if it costs too much or saves too little.
 
-    ``saves`` is the saved share of the parameters. ``costs`` is the relative increase of the loss.
+    ``saves`` is the saved share of the parameters. ``costs`` is the relative increase of the loss, which
+    ``price`` states in words.
     """
-    words = "choose heads again and remove them"
+    words = f"choose heads again and remove them{price}"
     remedy = compress_remedy(["heads"], f"{tolerance:g}", words, "heads", saves)
     remedy = unless_too_little(remedy.model_copy(update={"costs": costs}), saves)
-    reason = "the model predicts hardly better than chance: no head matters" if importance.is_chance else ""
-    return remedy.model_copy(update={"no_action": reason or remedy.no_action})
+    reason = remedy.no_action
+    if importance.is_chance:
+        reason = "the model predicts hardly better than chance: no head matters"
+    elif math.isnan(costs):
+        reason = "no sequence was held out to price it; audit two or more"
+    elif costs > tolerance:
+        reason = f"the held-out cost of {costs:+.2%} exceeds the tolerance of {tolerance:.2%}"
+    return remedy.model_copy(update={"no_action": reason})

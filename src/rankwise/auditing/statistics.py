@@ -33,9 +33,11 @@ RANKS = ("numerical_rank", "rank_low", "rank_high", "random_rank", "uniform_rank
 """Fields of a head record whose mean is known only if all sequences have a value."""
 MEANS = (
     *("tokens", "sources", "full_rank", "one_hot_rank"),
-    *(row.name for row in HEAD_MEASURES if not row.late and row.name not in RANKS),
+    *(row.name for row in HEAD_MEASURES if not (row.late or row.maximum) and row.name not in RANKS),
 )
 """Fields of a head record that are means over the sequences in which the value is known."""
+MAXIMA = tuple(row.name for row in HEAD_MEASURES if row.maximum)
+"""Fields of a head record that are maxima over the sequences in which the value is known."""
 SIZES = ("tokens", "sources", "full_rank")
 """Fields in `MEANS` without a standard deviation in records."""
 ERRORS = ("numerical_rank", "scale_free_rank", "effective_rank", "stable_rank", "sigma_max")
@@ -60,6 +62,8 @@ class HeadStatistics:
     """Moments of the fields in `MEANS` and `RANKS`, shape (H,) each."""
     stderr: dict[str, Moments]
     """Standard errors of the measures in `ERRORS`, shape (H,) each; 0 for exact ranks."""
+    maxima: dict[str, Floats]
+    """Values of the fields in `MAXIMA`, shape (H,) each; NaN if unknown."""
     distances: Moments
     """Distances between heads, shape (H, H)."""
     nonfinite_sequences: Floats
@@ -81,6 +85,7 @@ class HeadStatistics:
             *(mixer, kind, cross, heads),
             measures={name: Moments.empty(number) for name in (*MEANS, *RANKS)},
             stderr={name: Moments.empty(number) for name in ERRORS},
+            maxima={name: np.full(number, np.nan) for name in MAXIMA},
             distances=Moments.empty(number, number),
             **counts,
             examples=[HeadExamples() for _ in heads],
@@ -95,6 +100,8 @@ class HeadStatistics:
         for kind in ("measures", "stderr"):
             for name, moments in getattr(self, kind).items():
                 moments.merge(getattr(other, kind)[name])
+        for name, values in other.maxima.items():
+            self.maxima[name] = np.fmax(self.maxima[name], values)
         self.distances.merge(other.distances)
         for name in COUNTS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
@@ -128,6 +135,7 @@ class HeadStatistics:
             example = self.examples[index]
             peak, peak_sequences = example.peak
             fields: dict[str, Any] = {name: float(mean[index]) for name, (_, mean, _) in numbers.items()}
+            fields |= {name: float(values[index]) for name, values in self.maxima.items()}
             record = HeadRecord(
                 **fields,
                 stack=self.mixer.stack, site=self.mixer.site, layer=self.mixer.layer or 0,
@@ -172,6 +180,10 @@ class HeadStatistics:
                 for name in (*MEANS, *RANKS)
             },
             stderr={name: moments(f"stderr of {name}", errors(name)) for name in ERRORS},
+            maxima={
+                name: np.array([getattr(record, name) for record in records], dtype=np.float64)
+                for name in MAXIMA
+            },
             distances=_distances_of(records),
             **counts,
             examples=[HeadExamples.from_record(record) for record in records],
@@ -225,9 +237,12 @@ class StateStatistics:
     measures: dict[str, Moments] = field(default_factory=lambda: {name: Moments.empty(1) for name in STATES})
     """Moments of the fields in `STATES`, shape (1,) each."""
     nonfinite_sequences: int = 0
+    largest_at: Counter[int] = field(default_factory=Counter)
+    """Number of sequences by position of the token of largest norm."""
 
     def merge(self, other: "StateStatistics") -> None:
         """Add statistics of the same token states over other sequences."""
+        self.largest_at.update(other.largest_at)
         for name, moments in self.measures.items():
             moments.merge(other.measures[name])
         self.nonfinite_sequences += other.nonfinite_sequences
@@ -238,11 +253,13 @@ class StateStatistics:
         sequences = int(self.measures["norm"].count[0])
         counts = {name: int(count[0]) for name, (count, _, _) in numbers.items()}
         means: dict[str, Any] = {name: float(mean[0]) for name, (_, mean, _) in numbers.items()}
+        positions = sorted(self.largest_at.items(), key=lambda item: (-item[1], item[0]))
         return StateRecord(
             **means, stack=self.stack, site=self.site, blocks=self.blocks, hidden_size=self.hidden_size,
             sequences=sequences, nonfinite_sequences=self.nonfinite_sequences,
             std={name: float(std[0]) for name, (_, _, std) in numbers.items() if name != "tokens"},
             counts={name: count for name, count in counts.items() if 0 < count < sequences},
+            largest_at=dict(positions[:NAMES_KEPT]),
         )  # fmt: skip
 
     @classmethod
@@ -253,7 +270,7 @@ class StateStatistics:
             count, std = record.counts.get(name, record.sequences), record.std.get(name, math.nan)
             measures[name] = Moments.from_record(*np.array([[count], [getattr(record, name)], [std]]))
         place = record.stack, record.site, record.blocks, record.hidden_size
-        return cls(*place, measures, record.nonfinite_sequences)
+        return cls(*place, measures, record.nonfinite_sequences, Counter(record.largest_at))
 
 
 @dataclass

@@ -32,6 +32,7 @@ _BEFORE = {
 _AFTER = {
     "heads": "rank_low rank_high one_hot_rank random_rank uniform_rank nearest_head max_token "
     "max_token_sequences",
+    "states": "largest_position",
     "findings": "meaning remedy",
 }
 """Columns of each table that come before (`_BEFORE`) or after (`_AFTER`) measures and evidence."""

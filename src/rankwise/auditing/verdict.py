@@ -1,11 +1,15 @@
 """Verdict of an audit: one sentence on what was found, and at most three actions; imports no torch."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from rankwise._internals.records import grouped
+from rankwise._internals.records import Address, grouped
+from rankwise._internals.statistics import mean
 from rankwise.auditing.findings import FINDING_RULES, MIN_TOKENS
+from rankwise.auditing.measure_table import HEAD_MEASURES, mixer_kind, share
 from rankwise.auditing.records import Finding, Remedy, Verdict
 from rankwise.auditing.remedies import join_compressions, remedy_text
 
@@ -24,9 +28,11 @@ STOPPED = "The audit stopped before the end: some measurements are missing."
 def verdict_of(audit: "Audit") -> Verdict:
     """Return the sentence and the actions of an audit.
 
-    The sentence names the errors and warnings. Without errors and warnings, it names what was looked for.
+    The sentence names the errors and warnings. Without errors and warnings, it names what was looked for, the
+    lowest attention rank, and the cheapest and the costliest head.
     Actions are the remedies of the most severe findings, one per code. If there are errors, only their
-    remedies are actions. A remedy with `no_action` is not an action.
+    remedies are actions. A remedy with `no_action` is not an action. If a search found no heads that are
+    worth removing, one more sentence says why.
     """
     kinds = grouped(audit.findings, lambda finding: finding.code)
     named = {
@@ -43,10 +49,26 @@ def verdict_of(audit: "Audit") -> Verdict:
         sentence = "No verdict: the first batch did not finish"
     else:
         sentence = _healthy(audit, named, several)
-    sentences = [f"{sentence}.", *([] if audit.complete else [STOPPED])]
+    distinctive = _distinctive(audit, several) if sentence.startswith("Healthy") else ()
+    sentences = [f"{sentence}.", *distinctive, *([] if audit.complete else [STOPPED])]
     actions = _actions([finding for finding in audit.findings if finding.severity == "error" or not errors])
     texts = dict.fromkeys(place + remedy_text(remedy, audit.provenance) for place, remedy in actions)
-    return Verdict(sentence=" ".join(sentences), actions=tuple(texts)[:MOST_ACTIONS])
+    no_action = "" if errors else _no_removal(audit)
+    return Verdict(sentence=" ".join(sentences), actions=tuple(texts)[:MOST_ACTIONS], no_action=no_action)
+
+
+def _no_removal(audit: "Audit") -> str:
+    """Return a sentence that says why no heads should be removed, if a search for such heads says so."""
+    searched = None if audit.importance is None else audit.importance.removable
+    if audit.importance is None or searched is None:
+        return ""
+    limit = f"{searched.tolerance:.2%} of {audit.importance.reference_name}"
+    if not searched.heads:
+        return f"No head can be removed at {limit}."
+    finding = next((finding for finding in audit.findings if finding.code == "REMOVABLE"), None)
+    if finding is None or finding.remedy is None or not finding.remedy.no_action:
+        return ""
+    return f"No heads are worth removing at {limit}: {finding.remedy.no_action}."
 
 
 def _actions(findings: Sequence[Finding]) -> list[tuple[str, Remedy]]:
@@ -79,6 +101,39 @@ def _healthy(audit: "Audit", noted: dict[str, list[Finding]], several: bool) -> 
         return f"Nothing to judge: sequences have fewer than {MIN_TOKENS} tokens"
     sentence = f"Healthy: {', '.join(absent)}" if absent else "Healthy"
     return f"{sentence}. Noted: {_listed(noted, several)}" if noted else sentence
+
+
+def _distinctive(audit: "Audit", several: bool) -> Iterator[str]:
+    """Yield sentences on the layer with the lowest attention rank, and on the cheapest and costliest head.
+
+    If ranks at initialization are known, the layer is that with the lowest rank relative to them.
+    """
+
+    def place(address: Address) -> str:
+        return str(address if several else replace(address, stack=""))
+
+    rank, is_relative = HEAD_MEASURES[0], audit.at_init is not None
+    mixing = [head for head in audit.heads if mixer_kind(head.kind).rows_are_means]
+    ranks: list[tuple[float, str]] = []
+    for (stack, layer), heads in grouped(mixing, attrgetter("stack", "layer")).items():
+        value, name = mean(map(rank.value, heads)), place(Address(stack, layer))
+        initial = mean(
+            share(head.at_init.mean[rank.name], head) for head in heads if head.at_init is not None
+        )
+        if is_relative and initial > 0:
+            ranks.append((value / initial, f"{value:.2f}, untrained {initial:.2f}, in {name}"))
+        elif not is_relative and value >= 0:
+            ranks.append((value, f"{value:.2f} in {name}"))
+    if len(ranks) > 1:
+        yield f"Lowest attention rank{' relative to initialization' * is_relative}: {min(ranks)[1]}."
+    known = [(head.importance, head.id) for head in audit.heads if head.importance is not None]
+    costs = sorted(
+        (cost.cost, place(address), cost.method) for cost, address in known if math.isfinite(cost.cost)
+    )
+    if len(costs) > 1 and audit.importance is not None and audit.importance.reference:
+        estimated = ", estimated" * any(method == "estimated" for _, _, method in costs)
+        ends = [f"{name} ({audit.importance.share(cost):+.1%})" for cost, name, _ in (costs[0], costs[-1])]
+        yield f"Cheapest and costliest head{estimated}: {', '.join(ends)}."
 
 
 def _listed(kinds: dict[str, list[Finding]], several: bool) -> str:

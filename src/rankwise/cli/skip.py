@@ -77,7 +77,7 @@ def command(
     from rankwise.cli.load_model import load_model
     from rankwise.report import write_page
     from rankwise.report.skip_report import certificate_document, skip_document
-    from rankwise.skips import certify_skip, choose_lambda, load_skips, skips_of, spread_by_layer
+    from rankwise.skips import certify_skip, choose_lambda, direction_spread_by_layer, load_skips, skips_of
     from rankwise.skips.add import check_lambda
     from rankwise.skips.certify import KEEP_SPREAD
     from rankwise.skips.save import saved_notes
@@ -112,7 +112,7 @@ def command(
             to_device(drop_unused_labels(loaded.model, batch)[0], device_used) for batch in inputs.batches
         ]
         skips, scales = _add_skips(loaded, init, sites, example=None if loaded.source else batches[0])
-        states = spread_by_layer(loaded.model, batches)
+        states = direction_spread_by_layer(loaded.model, batches)
         output.print_results(skip_document(scales, states, inputs.data, [*loaded.notes, *skips.notes]))
         made = {"command": output.command_line(), "data": inputs.data, "model": model}
         if out is not None:

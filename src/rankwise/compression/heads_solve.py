@@ -94,9 +94,10 @@ def _within(job: Job, layers: list[HeadProjections]) -> tuple[Plan, list[str], I
         plan.setdefault(head.site, set()).add((head.head or 0) // groups[head.site])
     note = (
         f"Heads: {_count(plan, layers)}; without them the loss ({record.loss}, {record.unit}) is "
-        f"{removable.loss:.4g} on the calibration data, {record.value:.4g} with them "
-        f"({removable.relative:+.2%} of {record.reference_name}); the tolerance was {job.tolerance:g} of "
-        f"that. Sorted by {removable.sorted_by}; {removable.runs} sets were run."
+        f"{record.value + removable.chosen_relative * record.reference:.4g} on the calibration data, "
+        f"{record.value:.4g} with them "
+        f"({removable.chosen_relative:+.2%} of {record.reference_name}); the tolerance was "
+        f"{job.tolerance:g} of that. Sorted by {removable.sorted_by}; {removable.runs} sets were run."
     )
     return plan, [note, *record.notes], importance
 
@@ -124,7 +125,7 @@ def _share(job: Job, layers: list[HeadProjections]) -> tuple[Plan, list[str], Im
 
 def _importance(job: Job, layers: list[HeadProjections], plan: Plan, **settings: Any) -> Importance:
     """Return the importance of heads, measured with the heads of a plan set to zero."""
-    chosen, group = ImportanceSettings(seed=job.seed, **settings), _by_unit(layers, plan)
+    chosen, group = ImportanceSettings(seed=job.seed, hold_out=False, **settings), _by_unit(layers, plan)
     with zeroed(job.model, layers, plan):
         return measure_importance(job.model, job.batches, chosen, group=group, on_progress=job.on_step)
 

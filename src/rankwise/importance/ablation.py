@@ -6,14 +6,16 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
 from rankwise._internals.batches import Batch, drop_unused_labels, each_batch, to_device
 from rankwise._internals.forward import device_of, preserve_random_state, run_model
+from rankwise._internals.statistics import t_quantile
 from rankwise._internals.threads import exclusive
 from rankwise.errors import InputError
-from rankwise.importance.gated_passes import GatedPasses, NotDifferentiableError, quoted
+from rankwise.importance.gated_passes import Floats, GatedPasses, NotDifferentiableError, quoted
 from rankwise.importance.loss_choice import choose_loss
 from rankwise.importance.losses import IGNORE_INDEX
 from rankwise.importance.records import (
@@ -66,7 +68,8 @@ def measure_importance(
     with J_h the derivative of the logits by ξ_h and p the predictions, or ‖J_h‖² / ‖Y‖² for states Y,
     estimated by random projections. Without projections, half of the empirical Fisher information replaces
     it. ∂L/∂ξ_h is 0 if the loss measures the change of the output.
-    Range: costs have the unit of the loss; below 0 the model is better without the head.
+    Range: costs have the unit of the loss; below 0 the model is better without the head. A set of heads is
+    chosen on every second sequence, and its cost is stated on the other half.
     Cost: one forward pass of the first batch, and one forward pass per batch for the loss. Estimates need
     ``1 + probes`` backward passes per batch for all heads together. Exact costs need one forward pass per
     head and block. The removable set needs about log2 of the number of heads, and at most 16 more.
@@ -123,26 +126,26 @@ def measure_importance(
             "the model draws random numbers, the same in every pass; with others, the loss of batch 1 "
             f"changes by {noise:.2g} {passes.loss.unit}: smaller costs may differ too"
         )
-    costs, costs_of_blocks = _estimates(passes, placed, notes) if has_costs else ({}, {})
+    costs, choosing, costs_of_blocks = _estimates(passes, placed, notes) if has_costs else ({}, {}, {})
     removable, complete = None, True
     try:
         if settings.exact:
-            _remove_each(passes, heads, costs, costs_of_blocks)
+            _remove_each(passes, heads, costs, choosing, costs_of_blocks)
         if settings.tolerance is not None:
-            removable = _search(passes, costs, group, notes)
+            removable = _search(passes, choosing, group, notes)
     except KeyboardInterrupt:
         complete = False
         notes.append("interrupted from the keyboard: not all removals were run")
     record = ImportanceRecord(
         loss=passes.loss.name,
         unit=passes.loss.unit,
-        value=passes.value,
-        reference=passes.reference,
+        value=passes.mean(passes.losses),
+        reference=passes.reference(),
         reference_name=passes.loss.reference,
         chance=passes.loss.chance,
         sequences=passes.sequences,
         nonfinite_sequences=passes.nonfinite_sequences,
-        counted=passes.count,
+        counted=float(passes.counts.sum()),
         probes=passes.probes if settings.estimates else 0,
         seed=settings.seed,
         blocks=[*costs_of_blocks.values()],
@@ -183,9 +186,9 @@ def ablation_cost(
     every, settings = list(each_batch(batches)), settings or ImportanceSettings()
     passes, _ = _start(model, every, settings, capturing, lambda what: None)
     passes.whole()
-    loss = passes.without(passes.by_call(heads))
-    cost = loss - passes.value
-    return AblationCost(loss, cost, cost / passes.reference if passes.reference else math.nan)
+    losses, reference = passes.without(passes.by_call(heads)), passes.reference()
+    cost = passes.mean(losses - passes.losses)
+    return AblationCost(passes.mean(losses), cost, cost / reference if reference else math.nan)
 
 
 def sort_by_cost(
@@ -243,18 +246,23 @@ def _start(
 
 def _estimates(
     passes: GatedPasses, placed: Mapping[str, tuple[str, int]], notes: list[str]
-) -> tuple[dict[Address, HeadImportance], dict[str, BlockImportance]]:
-    """Return the estimates of all heads and all blocks (by name). Add a note on mixers without estimates."""
+) -> tuple[dict[Address, HeadImportance], dict[Address, HeadImportance], dict[str, BlockImportance]]:
+    """Return the estimates of heads, of heads on the choosing half of the sequences, and of blocks by name.
+
+    Add a note on mixers without estimates.
+    """
     heads: dict[Address, HeadImportance] = {}
+    choosing: dict[Address, HeadImportance] = {}
     blocks: dict[str, BlockImportance] = {}
     settings, unreached = passes.settings, list[str]()
     for mixer, count in dict(passes.mixers.values()).items():
-        estimates = passes.estimates(passes.heads.get(mixer), count)
+        estimates, halves = (passes.estimates(passes.heads.get(mixer), count, part) for part in (0, 1))
         if settings.estimates and not any(estimates):
             unreached.append(mixer.site)
         why_not = "" if settings.exact or any(estimates) else UNREACHED
-        for head, fields in enumerate(estimates):
+        for head, (fields, half) in enumerate(zip(estimates, halves, strict=True)):
             heads[mixer.at(head)] = HeadImportance(why_not=why_not, **fields)
+            choosing[mixer.at(head)] = HeadImportance(why_not=why_not, **half)
     for mixer, count in passes.ungated:
         heads |= {mixer.at(head): HeadImportance(why_not=UNGATED) for head in range(count)}
     if unreached:
@@ -264,16 +272,17 @@ def _estimates(
         (fields,) = passes.estimates(sums, 1)
         why_not = UNREACHED if settings.estimates and (sums is None or sums.unreached) else ""
         blocks[name] = BlockImportance(stack=stack, layer=layer, site=name, why_not=why_not, **fields)
-    return heads, blocks
+    return heads, choosing, blocks
 
 
 def _remove_each(
     passes: GatedPasses,
     chosen: Mapping[Address, Sequence[int]] | None,
     heads: dict[Address, HeadImportance],
+    choosing: dict[Address, HeadImportance],
     blocks: dict[str, BlockImportance],
 ) -> None:
-    """Remove chosen heads and all blocks one by one. Add exact costs to the dicts ``heads``, ``blocks``."""
+    """Remove chosen heads and all blocks one by one. Add exact costs to the three dicts."""
     runs = [
         mixer.at(head)
         for mixer, count in dict(passes.mixers.values()).items()
@@ -281,11 +290,13 @@ def _remove_each(
     ]
     for done, head in enumerate(runs):
         passes.say(f"without head {done + 1} of {len(runs)}: {head.site}")
-        exact = passes.without(passes.by_call([head])) - passes.value
-        heads[head] = heads[head].model_copy(update={"exact": exact})
+        changes = passes.without(passes.by_call([head])) - passes.losses
+        for costs, part in ((heads, slice(None)), (choosing, passes.choosing)):
+            costs[head] = costs[head].model_copy(update={"exact": passes.mean(changes, part)})
     for name, block in blocks.items():
         passes.say(f"without the block {name}")
-        blocks[name] = block.model_copy(update={"exact": passes.without({}, [name]) - passes.value})
+        exact = passes.mean(passes.without({}, [name]) - passes.losses)
+        blocks[name] = block.model_copy(update={"exact": exact})
 
 
 def _search(
@@ -295,6 +306,7 @@ def _search(
 
     Heads are sorted by single costs, exact if all are known. Bisection finds how many of the cheapest heads
     can be removed, assuming that the cost rises with their number. Then more heads are tried one by one.
+    Costs of the choosing half of the sequences decide. The same runs price the set on the other half.
     Return None if no cost is known or the reference is 0.
     """
     tolerance = passes.settings.tolerance
@@ -303,37 +315,61 @@ def _search(
     groups = sort_by_cost(heads, exact=exact, group=group)
     if not groups:
         return None
-    if not passes.reference:
+    reference, runs = passes.reference(passes.choosing), 0
+    if not reference:
         name = passes.loss.reference
         notes.append(f"no removable set of heads: the tolerance is {tolerance:.2%} of {name}, which is 0")
         return None
-    limit, runs = tolerance * passes.reference, 0
 
-    def cost(units: Sequence[Sequence[Address]]) -> float:
+    def fitting(units: Sequence[Sequence[Address]]) -> Floats | None:
+        """Return the losses without these heads. Return None if they cost more than the tolerance."""
         nonlocal runs
         passes.say(f"without {sum(map(len, units))} heads together")
         runs += 1
-        return passes.without(passes.by_call(chain(*units))) - passes.value
+        losses = passes.without(passes.by_call(chain(*units)))
+        cost = passes.mean(losses - passes.losses, passes.choosing)
+        return losses if cost <= tolerance * reference else None  # NaN never fits
 
-    fits, spent, fails = 0, 0.0, len(groups) + 1
+    fits, best, fails = 0, passes.losses, len(groups) + 1
     while fails - fits > 1:
         middle = (fits + fails) // 2
-        joint = cost(groups[:middle])
-        if joint <= limit:  # NaN never fits
-            fits, spent = middle, joint
-        else:
+        if (losses := fitting(groups[:middle])) is None:
             fails = middle
+        else:
+            fits, best = middle, losses
     removed = groups[:fits]
     for unit in groups[fits + 1 : fits + 1 + MORE_TRIES]:
-        joint = cost([*removed, unit])
-        if joint <= limit:
-            removed, spent = [*removed, unit], joint
+        if (losses := fitting([*removed, unit])) is not None:
+            removed, best = [*removed, unit], losses
     return RemovableSet(
         heads=[*chain(*removed)],
         tolerance=tolerance,
-        loss=passes.value + spent,
-        cost=spent,
-        relative=spent / passes.reference,
+        chosen_on=len(passes.losses[passes.choosing]),
+        chosen_relative=passes.mean(best - passes.losses, passes.choosing) / reference,
+        **_held_out_price(passes, best),
         sorted_by="exact" if exact else "estimate",
         runs=runs,
     )
+
+
+def _held_out_price(passes: GatedPasses, losses: Floats) -> dict[str, Any]:
+    """Return the price of a set of heads on the sequences that did not choose it, as fields of the set.
+
+    With d_i the increase of the summed loss of sequence i and n_i its number of tokens, the price is
+    r = Σ d_i / Σ n_i, a mean weighted by tokens. To first order r varies as the mean of its residuals
+    e_i = d_i − r n_i, so its variance is m/(m − 1) · Σ e_i² / (Σ n_i)² for m sequences. The interval is
+    r ± t · √variance, with the 97.5 % quantile t of Student's distribution of m − 1 degrees of freedom. It
+    assumes independent sequences, and a known reference.
+    """
+    if passes.choosing.step == 1 or len(passes.losses) < 2:
+        return {"held_out": 0}
+    part = slice(1, None, passes.choosing.step)
+    changes, counts = (losses - passes.losses)[part], passes.counts[part]
+    cost, reference, number = passes.mean(losses - passes.losses, part), passes.reference(part), len(changes)
+    width = math.nan
+    if number > 1:
+        squares = np.square(changes - cost * counts).sum() * number / (number - 1)
+        width = t_quantile(number - 1) * math.sqrt(squares) / counts.sum()
+    ends = {"relative": cost, "low": cost - width, "high": cost + width}
+    shares = {name: end / reference if reference else math.nan for name, end in ends.items()}
+    return {"held_out": number, "loss": passes.mean(losses, part), "cost": cost, **shares}

@@ -158,18 +158,20 @@ class GateSums:
     """
 
     def __init__(self, gates: int) -> None:
-        self.gradient, self.squares, self.curvature = np.zeros((3, gates))
+        # (2, gates): of all sequences, and of the sequences on which a removable set is chosen
+        self.gradient, self.squares, self.curvature = np.zeros((3, 2, gates))
         self.unreached = False
         """True if no gradient or an incomplete gradient reached the gates."""
 
-    def add(self, rows: Floats, probes: int = 0) -> None:
+    def add(self, rows: Floats, choosing: Floats, probes: int = 0) -> None:
         """Add gradients (B, gates) of the losses, or of one of ``probes`` random projections of outputs."""
-        squares = np.square(rows).sum(0)
-        if probes:
-            self.curvature += squares / probes
-            return
-        self.gradient += rows.sum(0)
-        self.squares += squares
+        for part, gradients in enumerate((rows, choosing)):
+            squares = np.square(gradients).sum(0)
+            if probes:
+                self.curvature[part] += squares / probes
+            else:
+                self.gradient[part] += gradients.sum(0)
+                self.squares[part] += squares
 
 
 class GatedPasses:
@@ -190,8 +192,10 @@ class GatedPasses:
         self.model, self.batches, self.loss, self.say = model, batches, loss, say
         self.probes = settings.probes if loss.half else 0
         self.settings, self._capturing, self._device = settings, dict(capturing), device_of(model)
-        self.value = self.reference = math.nan
-        self.count = self._total = self._reference_sum = 0.0
+        # of each sequence with a finite loss: summed loss, number of tokens, and sum that divides costs
+        self.losses, self.counts, self._references = np.zeros((3, 0))
+        self.choosing = slice(None, None, 2 if settings.hold_out else 1)
+        """Sequences on which a removable set is chosen: every second one, in whatever batches they come."""
         self.sequences = self.nonfinite_sequences = self.empty = self.forward = self.backward = 0
         self.mixers: dict[CallId, tuple[Address, int]] = {}
         """Address and number of heads of each mixer call with gates. Repeated runs share addresses."""
@@ -213,23 +217,20 @@ class GatedPasses:
         for number, batch in enumerate(self.batches):
             self.say(f"gradients of batch {number + 1} of {len(self.batches)}")
             self._run_gated(batch, blocks, generator, gradients)
-        if not self.count:
+        if not self.losses.size:
             got, fix = "nothing to predict", f"Use longer sequences, or labels other than {IGNORE_INDEX}."
             if self.nonfinite_sequences:
                 got = f"{self.nonfinite_sequences} that are not finite"
                 fix = "Look for NaN in the outputs of the model: float16 overflows, float32 may not."
             expected = "a finite number for at least one sequence"
             raise InputError(f"loss {self.loss.name!r}", expected=expected, got=got, fix=fix)
-        self.value = self._total / self.count
-        compares = self.loss.compares_outputs
-        self.reference = self._reference_sum / self.count if compares else abs(self.value)
         if not gradients:
             return
         for mixer, sums in self.heads.items():
             # if all gradients are exactly 0, they are valid only if removal does not change the loss
             if not (sums.unreached or sums.squares.any() or sums.curvature.any()):
-                removed = self.by_call(mixer.at(head) for head in range(len(sums.gradient)))
-                sums.unreached = self.without(removed) != self.value
+                removed = self.by_call(mixer.at(head) for head in range(sums.gradient.shape[-1]))
+                sums.unreached = bool((self.without(removed) != self.losses).any())
         unreached = [mixer.site for mixer, sums in self.heads.items() if sums.unreached]
         if unreached and len(unreached) == len(self.heads):
             raise NotDifferentiableError(self.model, f"none that reaches {quoted(unreached)}")
@@ -262,14 +263,22 @@ class GatedPasses:
                 raise
             raise NotDifferentiableError(self.model, first_line(error)) from error
         total, finite = losses.total.detach(), losses.finite
+        reference = total if losses.reference is None else losses.reference
         self.sequences += len(finite)
         self.nonfinite_sequences += int((~total.isfinite()).sum())
         self.empty += int((losses.count == 0).sum())
         self._finite.append(finite)
-        self.count += float(losses.count[finite].sum())
-        self._total += float(total[finite].sum())
-        if losses.reference is not None:
-            self._reference_sum += float(losses.reference[finite].sum())
+        self.losses = np.append(self.losses, _numbers(total, finite))
+        self.counts = np.append(self.counts, _numbers(losses.count, finite))
+        self._references = np.append(self._references, _numbers(reference, finite))
+
+    def mean(self, losses: Floats, part: slice = slice(None)) -> float:
+        """Return the mean per token of the losses of sequences, of all of them or of a part."""
+        return float(losses[part].sum() / self.counts[part].sum())
+
+    def reference(self, part: slice = slice(None)) -> float:
+        """Return the number by which costs are divided, of all sequences or of a part."""
+        return abs(self.mean(self._references, part))
 
     def _backward(
         self, gates: Gates, output: Any, losses: SequenceLosses, batch: LossBatch, generator: torch.Generator
@@ -278,7 +287,8 @@ class GatedPasses:
 
         If a module runs several times in a pass, its gates count as one gate: their gradients are added.
         """
-        finite = losses.finite
+        finite, step = losses.finite, self.choosing.step
+        first = -len(self.losses) % step  # the next sequence of the choosing half
         gated = {key: gate for key, gate in gates.of_heads.items() if key in self.mixers}
         every = [*gated.values(), *gates.of_blocks.values()]
         if not every or not bool(finite.any()):
@@ -303,19 +313,25 @@ class GatedPasses:
                 else:
                     rows[sums] = rows.get(sums, 0.0) + _by_sequence(gradient, finite)
             for sums, summed in rows.items():
-                sums.add(summed, self.probes if probe else 0)
+                # a sum over sequences cannot be taken apart: each half gets its share
+                apart = len(summed) == int(finite.sum())
+                sums.add(summed, summed[first::step] if apart else summed / step, self.probes if probe else 0)
 
-    def estimates(self, sums: GateSums | None, gates: int) -> list[dict[str, float]]:
-        """Return the estimates per gate as fields of `HeadImportance`. Without gradients, dicts are empty."""
+    def estimates(self, sums: GateSums | None, gates: int, part: int = 0) -> list[dict[str, float]]:
+        """Return the estimates per gate as fields of `HeadImportance`. Without gradients, dicts are empty.
+
+        ``part`` is 0 for all sequences, and 1 for the sequences on which a removable set is chosen.
+        """
         if sums is None or sums.unreached:
             return [{} for _ in range(gates)]
+        count = self.counts[self.choosing if part else slice(None)].sum()
         if self.probes:
-            curvature = self.loss.half * sums.curvature / self.count
+            curvature = self.loss.half * sums.curvature[part] / count
         elif self.loss.compares_outputs:
             curvature = np.full(gates, math.nan)
         else:
-            curvature = 0.5 * sums.squares / self.count
-        estimate = curvature - sums.gradient / self.count
+            curvature = 0.5 * sums.squares[part] / count
+        estimate = curvature - sums.gradient[part] / count
         return [
             {"curvature": float(curvature[gate]), "estimate": float(estimate[gate])} for gate in range(gates)
         ]
@@ -337,17 +353,17 @@ class GatedPasses:
                 chosen.setdefault(key, []).append(head.head)
         return chosen
 
-    def without(self, heads: Mapping[CallId, Iterable[int]], blocks: Iterable[str] = ()) -> float:
-        """Return the loss of the model without some heads and blocks.
+    def without(self, heads: Mapping[CallId, Iterable[int]], blocks: Iterable[str] = ()) -> Floats:
+        """Return the summed loss of each sequence, by the model without some heads and blocks.
 
         Sequences whose loss is not finite in the whole model are left out.
         """
-        total = 0.0
+        totals = []
         for batch, finite in zip(self.batches, self._finite, strict=True):
             with torch.no_grad():
                 losses = self.loss.read(self._run(batch, Removal(heads, blocks)), batch)
-            total += float(losses.total[finite].sum())
-        return total / self.count
+            totals.append(_numbers(losses.total, finite))
+        return np.concatenate(totals)
 
     def noise(self) -> float:
         """Return by how much the loss of the first batch changes if the model draws other random numbers."""
@@ -369,6 +385,10 @@ class GatedPasses:
         options = self._capturing | {"intervention": intervention, "on_mixer": on_mixer}
         with capture(self.model, on_state=lambda state: None, **options):
             return run_model(self.model, to_device(batch.batch, self._device), seed=seed)
+
+
+def _numbers(values: Tensor, finite: Tensor) -> Floats:
+    return as_float64(values.detach())[finite].cpu().numpy()
 
 
 def _by_sequence(gradient: Tensor, finite: Tensor) -> Floats:

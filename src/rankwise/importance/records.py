@@ -58,13 +58,27 @@ class RemovableSet(Record):
 
     heads: list[Address]
     tolerance: Annotated[float, Field(ge=0, allow_inf_nan=False)]
-    """Largest allowed cost, divided by the reference (see `ImportanceRecord.reference`)."""
-    loss: Number
-    """Loss without the heads."""
-    cost: Number
-    """Increase of the loss."""
-    relative: Number
-    """Cost divided by the reference, at most `tolerance`."""
+    """Largest allowed cost on the choosing sequences, divided by the reference, which is defined as in
+    `ImportanceRecord.reference`."""
+    chosen_on: Count
+    """Number of sequences on which the set was chosen: every second one."""
+    chosen_relative: Number
+    """Cost on these sequences divided by the reference, at most `tolerance`. Lower than on other sequences,
+    because the search prefers heads that happen to be cheap on these."""
+    held_out: Count
+    """Number of other sequences, on which the set is priced. If it is 0, `loss`, `cost` and `relative` are
+    NaN."""
+    loss: Number = math.nan
+    """Loss without the heads on the held-out sequences."""
+    cost: Number = math.nan
+    """Increase of the loss on the held-out sequences."""
+    relative: Number = math.nan
+    """Held-out cost divided by the reference of the same sequences. It may exceed `tolerance`."""
+    low: Number = math.nan
+    """Lower end of a 95 % interval of `relative` over sequences, by Student's t. NaN if there are fewer than
+    two."""
+    high: Number = math.nan
+    """Upper end of the interval."""
     sorted_by: Literal["exact", "estimate"]
     """Kind of costs by which heads were sorted."""
     runs: Count

@@ -23,6 +23,8 @@ class ImportanceSettings:
         tolerance: allowed cost of removing a set of heads together, as a fraction of the loss. If the loss
             measures a change of the output, it is a fraction of the entropy of predictions or of the squared
             norm of the output. If it is None, no set is searched.
+        hold_out: choose this set on every second sequence and price it on the others. If False, choose it on
+            all sequences, without a price on others.
         loss: a name in `rankwise.importance.LOSSES`, or a function of (output, batch). The function cannot
             read attributes that a run writes into the model, because they are restored before.
         probes: random projections of the output per batch for the curvature, one backward pass each.
@@ -36,6 +38,7 @@ class ImportanceSettings:
     exact: bool = False
     estimates: bool = True
     tolerance: float | None = 0.01
+    hold_out: bool = True
     loss: LossName | LossFunction = "auto"
     probes: int = 8
     seed: int = 0

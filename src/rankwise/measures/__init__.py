@@ -9,8 +9,9 @@ All computations run in float64 and are batched over leading axes. A matrix or s
 has the result NaN, and does not affect the rest of the batch.
 """
 
-from rankwise.measures import estimate, rank, required_width, row_walk, rows, token_states
+from rankwise.measures import estimate, logits, rank, required_width, row_walk, rows, token_states
 from rankwise.measures.estimate import *
+from rankwise.measures.logits import *
 from rankwise.measures.rank import *
 from rankwise.measures.registry import MEASURES
 from rankwise.measures.required_width import *
@@ -23,5 +24,6 @@ __all__ += rank.__all__
 __all__ += estimate.__all__
 __all__ += row_walk.__all__
 __all__ += rows.__all__
+__all__ += logits.__all__
 __all__ += required_width.__all__
 __all__ += token_states.__all__

@@ -46,9 +46,12 @@ class RowWalk:
         """Largest magnitude of each matrix; NaN or infinity if the matrix contains NaN or infinity."""
         self.size = torch.zeros_like(self.largest)
         """Frobenius norm ‖M‖_F of each matrix M, divided by ``scale``."""
+        self.largest_logit = torch.full_like(self.largest, -math.inf)
+        """Largest logit of each matrix; NaN if the operator has no logits, −∞ if masks hide all of them."""
         plain = bool((scale == 1).all())
-        for start, rows in _blocks(operator):
+        for start, rows, logits in _blocks(operator):
             scaled = rows if plain else rows / scale
+            self.largest_logit = torch.maximum(self.largest_logit, logits.amax(-1))
             self.largest = torch.maximum(self.largest, rows.detach().abs().amax(MATRIX))
             self.size = torch.hypot(self.size, norm(scaled, MATRIX))
             for statistic in self.statistics:
@@ -126,12 +129,13 @@ def _walk(operator: MixingOperator, statistics: Iterable[type[RowStatistic]]) ->
     return RowWalk(operator, statistics, scale[..., None, None])
 
 
-def _blocks(operator: MixingOperator) -> Iterator[tuple[int, Rows]]:
+def _blocks(operator: MixingOperator) -> Iterator[tuple[int, Rows, Tensor]]:
     *batch, tokens, sources = operator.shape
     limit = BLOCK_BYTES.get(operator.device.type, DEVICE_BLOCK_BYTES)
     step = max(1, limit // (8 * max(math.prod(batch), 1) * sources))
     for start in range(0, tokens, step):
-        yield start, operator.rows(start, min(start + step, tokens)).to(torch.float64)
+        rows, logits = operator.rows_with_logits(start, min(start + step, tokens))
+        yield start, rows.to(torch.float64), logits.to(torch.float64)
 
 
 def row_shares(rows: Rows) -> Rows:

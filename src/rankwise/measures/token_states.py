@@ -17,6 +17,10 @@ __all__ = [
     "absolute_spread",
     "coding_rate",
     "direction_spread",
+    "effective_rank_without_massive",
+    "largest_norm_ratio",
+    "largest_norm_share",
+    "massive_tokens",
     "mean_cosine",
     "relative_update",
     "spread",
@@ -177,6 +181,109 @@ def state_effective_rank(
     """
     states, _, usable = as_tokens(tokens, mask, "`state_effective_rank`")
     return effective_rank(states).masked_fill(~usable, math.nan)
+
+
+MASSIVE = 10.0
+"""Multiple of the median norm above which a token is massive."""
+
+
+def _norms(tokens: Tensor, mask: Tensor | None, subject: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Return token norms with NaN for padding and norm 0, their median, and the flags of `as_tokens`.
+
+    The median is NaN without a token of nonzero norm.
+    """
+    states, _, usable = as_tokens(tokens, mask, subject)
+    norms = norm(states / unit_scale(states, MATRIX), (-1,))
+    norms = norms.masked_fill(norms == 0, math.nan)
+    return norms, norms.nanmedian(1, keepdim=True).values, usable
+
+
+@measure("tokens", degree=0)
+def massive_tokens(tokens: Shaped[Tensor, "B T D"], mask: TokenMask | None = None) -> Float64[Tensor, " B"]:
+    """Return the number of massive tokens: tokens whose norm is above ten times the median norm.
+
+    Formula: #{i: ‖y_i‖ > 10 · median_j ‖y_j‖}. Tokens of norm 0 are left out. The median of an even number of
+    norms is the lower of the two in the middle.
+    Range: 0 to half of the tokens; 0 if most tokens are equally large. NaN for a sequence without a real
+    token (``mask`` False), or with NaN or infinity in a real token.
+    Cost: O(T D) time per sequence.
+    Source: Sun et al., "Massive Activations in Large Language Models", COLM 2024, describe such tokens by
+    single channels; here the norm counts.
+
+    Examples:
+        >>> import torch
+        >>> massive_tokens(torch.tensor([[[1.0], [-1.0], [2.0], [30.0]]])).item()
+        1.0
+    """
+    norms, median, usable = _norms(tokens, mask, "`massive_tokens`")
+    return (norms > MASSIVE * median).sum(1).double().masked_fill(~usable, math.nan)
+
+
+@measure("tokens", degree=0)
+def largest_norm_ratio(
+    tokens: Shaped[Tensor, "B T D"], mask: TokenMask | None = None
+) -> Float64[Tensor, " B"]:
+    """Return the largest token norm divided by the median token norm.
+
+    Formula: max_i ‖y_i‖ / median_j ‖y_j‖ over tokens of nonzero norm; 1 if there is none. The median of an
+    even number of norms is the lower of the two in the middle.
+    Range: [1, ∞); 1 if all norms are equal. In trained decoders it is often 10 to 1,000. NaN for a sequence
+    without a real token (``mask`` False), or with NaN or infinity in a real token.
+    Cost: O(T D) time per sequence.
+
+    Examples:
+        >>> import torch
+        >>> largest_norm_ratio(torch.tensor([[[1.0], [-2.0], [30.0]]])).item()
+        15.0
+    """
+    norms, median, usable = _norms(tokens, mask, "`largest_norm_ratio`")
+    return (norms / median).nan_to_num(1.0).amax(1).masked_fill(~usable, math.nan)
+
+
+@measure("tokens", degree=0)
+def largest_norm_share(
+    tokens: Shaped[Tensor, "B T D"], mask: TokenMask | None = None
+) -> Float64[Tensor, " B"]:
+    """Return the share of the largest token in the squared norm of all tokens.
+
+    Formula: max_i ‖y_i‖²/‖Y‖_F²; 0/0 = 0.
+    Range: [1/n, 1] for n real tokens. Above one half, `spread` and `state_effective_rank` describe this token
+    rather than all tokens. NaN for a sequence without a real token (``mask`` False), or with NaN or infinity
+    in a real token.
+    Cost: O(T D) time per sequence.
+
+    Examples:
+        >>> import torch
+        >>> largest_norm_share(torch.tensor([[[1.0], [1.0], [2.0]]])).round(decimals=3).item()
+        0.667
+    """
+    norms, _, usable = _norms(tokens, mask, "`largest_norm_share`")
+    norms = norms.nan_to_num(0.0)
+    whole = ratio(norms, norms.amax(1, keepdim=True)).square().sum(1)
+    return ratio(torch.ones_like(whole), whole).masked_fill(~usable, math.nan)
+
+
+@measure("tokens", degree=0)
+def effective_rank_without_massive(
+    tokens: Shaped[Tensor, "B T D"], mask: TokenMask | None = None
+) -> Float64[Tensor, " B"]:
+    """Return the effective rank of the token states without massive tokens.
+
+    Formula: `state_effective_rank` of the tokens with ‖y_i‖ ≤ 10 · median_j ‖y_j‖; see `massive_tokens`.
+    Range: [1, min(n, D)] for n such tokens; 0 if all tokens are zero. Equal to `state_effective_rank` if no
+    token is massive. One massive token holds most of ‖Y‖² and hides the directions of the others. NaN for a
+    sequence without a real token (``mask`` False), or with NaN or infinity in a real token.
+    Cost: a dense decomposition, O(T D min(T, D)) time.
+
+    Examples:
+        >>> import torch
+        >>> states = torch.cat([torch.eye(8), torch.full((1, 8), 1e3)])[None]
+        >>> [round(rank(states).item(), 1) for rank in (state_effective_rank, effective_rank_without_massive)]
+        [1.0, 8.0]
+    """
+    norms, median, _ = _norms(tokens, mask, "`effective_rank_without_massive`")
+    real = torch.ones_like(norms, dtype=torch.bool) if mask is None else mask.to(norms.device)
+    return state_effective_rank(tokens, real & ~(norms > MASSIVE * median))
 
 
 def relative_update(before: Tokens, after: Tokens, mask: TokenMask | None = None) -> Float64[Tensor, " B"]:

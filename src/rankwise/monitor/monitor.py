@@ -3,6 +3,7 @@
 import logging
 import math
 import operator
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -27,10 +28,10 @@ from rankwise.auditing.comparison import layer_means
 from rankwise.auditing.findings import check_codes
 from rankwise.auditing.history import History
 from rankwise.auditing.match_findings import finding_changes
-from rankwise.auditing.records import Finding
+from rankwise.auditing.records import Finding, HeadRecord
 from rankwise.auditing.remedies import remedy_text
 from rankwise.auditing.settings import AuditSettings, check_callable
-from rankwise.errors import InputError, first_line, whole_number
+from rankwise.errors import InputError, first_line, one_of, whole_number
 from rankwise.monitor.folder import AuditFolder
 
 if TYPE_CHECKING:
@@ -39,15 +40,21 @@ if TYPE_CHECKING:
 EVERY = 500
 """Default number of steps between audits, which then take less than 1 % of the demo's training time."""
 STOP_SPREAD, STOP_AUDITS = 0.0002, 3
-"""COLLAPSE stops training if the least token spread of a stack is below `STOP_SPREAD` in `STOP_AUDITS` audits
-in a row after step 0. The rule stopped no recorded run that learned (docs/evidence/collapse-rule.md)."""
+"""COLLAPSE stops training if the least direction spread of a stack is below `STOP_SPREAD` in `STOP_AUDITS`
+audits in a row after step 0. The rule stopped no run that learned (docs/evidence/collapse-rule.md)."""
 RECOMMEND = "rw.skips.recommend(monitor.history.audits[-1], model, monitor.batches[0])"
 """Code of the remedy of COLLAPSE, with variables that exist during training."""
 LOGGED: Mapping[str, tuple[str, ...]] = {
-    "heads": ("effective_rank", "stable_rank", "first_token_mass"),
+    "heads": (
+        *("effective_rank", "stable_rank", "first_token_mass"),
+        *("largest_logit", "query_norm", "key_norm"),
+    ),
     "states": ("spread", "direction_spread", "mean_cosine", "effective_rank"),
 }
-"""Measures that are logged: for heads as means over each layer, for token states per layer."""
+"""Measures that are logged per layer: for heads the mean over the layer, or the maximum (largest logit)."""
+
+STOP_LOGIT = "largest_logit"
+"""Measure of heads of which ``stop_on`` takes a limit, as in "largest_logit > 100"."""
 
 logger = logging.getLogger("rankwise.monitor")
 
@@ -75,9 +82,10 @@ class RankMonitor:
         probe: a batch or a list of batches: dicts, tuples or tensors, as in `rankwise.audit`.
         every: number of steps between audits, or more if `step` skips numbers. Step 0 is also audited.
         stop_on: codes of findings that stop training. COLLAPSE stops training only if three audits in a row
-            after step 0 have a token spread below 0.0002 in one stack, because many runs recover from a
+            after step 0 have a direction spread below 0.0002 in one stack, because many runs recover from a
             milder collapse. The rule was fitted at ten audits per run in float32; bfloat16 keeps a spread
-            of about 0.003.
+            of about 0.003. "largest_logit > 100" stops training if the largest attention logit of a head
+            is above 100, or another positive limit; the code of the finding is then LARGEST_LOGIT.
         folder: folder for audits, as ``step-N/audit.json``; `finish` adds `history` and an HTML page. If
             None, nothing is written. The first call of `step` raises `InputError` if the folder has audits of
             another training run. If the disk is full later, one warning is logged and training continues.
@@ -115,7 +123,10 @@ class RankMonitor:
         self.batches = _checked_probe(probe)
         self.every = whole_number("`every`", every, fix=f"Take {EVERY}.")
         codes = stop_on if isinstance(stop_on, Iterable) and not isinstance(stop_on, str) else [stop_on]
-        self.stop_on = frozenset(check_codes([str(code) for code in codes]))
+        limits = [str(code) for code in codes if re.search("[<>=]", str(code))]
+        self.stop_on = frozenset(check_codes([str(code) for code in codes if str(code) not in limits]))
+        self.stop_logit = min(map(_logit_limit, limits), default=math.inf)
+        """Largest logit above which training stops; infinity if ``stop_on`` has no limit."""
         self.folder = None if folder is None else Path(folder)
         self.history = History()
         self.stopped_by: Finding | None = None
@@ -202,7 +213,8 @@ class RankMonitor:
         """Return True if training stops now. ``result`` is None in a process whose audit failed."""
         findings = [] if result is None else result.findings
         stopping = next((finding for finding in findings if self._ends_training(finding)), None)
-        if self.stop_on:
+        stopping = stopping or self._above_limit([] if result is None else result.heads)
+        if self.stop_on or self.stop_logit < math.inf:
             stopping = _broadcast_from_first(stopping, device)
         stops_now = self.stopped_by is None and stopping is not None
         self.stopped_by = self.stopped_by or stopping
@@ -217,12 +229,24 @@ class RankMonitor:
             any(
                 collapse.code == "COLLAPSE"
                 and collapse.where.stack == finding.where.stack
-                and collapse.evidence["spread_lowest"] < STOP_SPREAD
+                and collapse.evidence["direction_spread_lowest"] < STOP_SPREAD
                 for collapse in audit.findings
             )
             for audit in recent
         ]
         return len(low) == STOP_AUDITS and all(low)
+
+    def _above_limit(self, heads: Sequence[HeadRecord]) -> Finding | None:
+        """Return a finding on the head with the largest logit if it is above the limit."""
+        above = [head for head in heads if head.largest_logit > self.stop_logit]  # NaN is not
+        if not above:
+            return None
+        head = max(above, key=lambda head: head.largest_logit)
+        meaning = f"The largest attention logit is {head.largest_logit:.4g}, above {self.stop_logit:g}"
+        meaning += f"; so are those of {len(above) - 1} other heads." if len(above) > 1 else "."
+        evidence = {STOP_LOGIT: head.largest_logit, "limit": self.stop_logit}
+        code, where = STOP_LOGIT.upper(), head.id
+        return Finding(code=code, severity="error", where=where, evidence=evidence, meaning=meaning)
 
     def attach(self, trainer: "Trainer") -> "TrainerCallback":
         """Add a callback to a transformers Trainer that audits and logs numbers; return the callback."""
@@ -267,9 +291,9 @@ class RankMonitor:
             stop, rule = self.stopped_by, ""
             if stop.code == "COLLAPSE":
                 states = [state for state in result.states if state.stack == stop.where.stack]
-                lowest = min(states, key=lambda state: state.spread)
+                lowest = min(states, key=lambda state: state.direction_spread)
                 rule = f" {STOP_AUDITS} audits in a row below {STOP_SPREAD:g}, the last with "
-                rule += f"{lowest.spread:.2g} after {lowest.blocks} blocks."
+                rule += f"{lowest.direction_spread:.2g} after {lowest.blocks} blocks."
             remedy = stop.remedy
             if remedy is not None and stop.code == "COLLAPSE":
                 remedy = remedy.model_copy(update={"code": RECOMMEND})
@@ -360,6 +384,20 @@ def _checked_probe(probe: Any) -> list[Batch]:
             got = "tensors of shape " + ", ".join(map(str, shapes))
             raise InputError("`probe`", expected="at least one sequence of one token", got=got, fix=fix)
     return [map_tensors(batch, Tensor.clone) for batch in batches]
+
+
+def _logit_limit(condition: str) -> float:
+    """Return the limit in a condition such as "largest_logit > 100". Raise `InputError` if it is another."""
+    subject, expected = f"`stop_on` {condition!r}", f'a code, or "{STOP_LOGIT} > LIMIT" with LIMIT > 0'
+    name, _, limit = condition.partition(">")
+    one_of(f"measure in {subject}", name.strip(), [STOP_LOGIT])
+    try:
+        number = float(limit)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise InputError(subject, expected=expected, got=limit.strip() or "no limit", fix="Usual is 100.")
+    return number
 
 
 def _step_number(step: Any) -> int:

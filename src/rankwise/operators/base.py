@@ -1,5 +1,6 @@
 """Base class of all operators (mixing matrices), and code that several kinds of operators share."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import reduce
@@ -53,6 +54,17 @@ class MixingOperator(ABC):
     @abstractmethod
     def rows(self, start: int, stop: int) -> Float[Tensor, "*batch R S"]:
         """Return rows ``start`` to ``stop`` of M, in float32 or float64."""
+
+    def rows_with_logits(
+        self, start: int, stop: int, columns: Bool[Tensor, " S"] | None = None
+    ) -> tuple[Float[Tensor, "*batch R S"], Float[Tensor, "*batch R"]]:
+        """Return rows ``start`` to ``stop`` of M, and the largest logit of each row.
+
+        A logit is the number of which the softmax is taken. Only entries that no mask hides count, and only
+        ``columns``, by default all: −∞ if a row has none. NaN if the logits are unknown.
+        """
+        rows = self.rows(start, stop)
+        return rows, rows.new_full(rows.shape[:-1], math.nan)
 
     @abstractmethod
     def support_rows(self, start: int, stop: int) -> Bool[Tensor, "*batch R S"]:

@@ -84,7 +84,26 @@ class SoftmaxMixing(MixingOperator):
         return self.query.shape[-3] // self.key.shape[-3] if self.query.ndim > 2 else 1
 
     def rows(self, start: int, stop: int) -> Float[Tensor, "*batch R S"]:
-        """Return rows ``start`` to ``stop`` of M, the softmax of their scores: O((stop − start) S K) time."""
+        """Return rows ``start`` to ``stop`` of M, the softmax of their logits: O((stop − start) S K) time."""
+        logits = self._logits(start, stop)
+        return _softmax(logits, logits.amax(-1, keepdim=True))
+
+    def rows_with_logits(
+        self, start: int, stop: int, columns: Bool[Tensor, " S"] | None = None
+    ) -> tuple[Float[Tensor, "*batch R S"], Float[Tensor, "*batch R"]]:
+        """Return rows ``start`` to ``stop`` of M, and the largest logit of each row in ``columns``."""
+        logits = self._logits(start, stop)
+        largest = logits.amax(-1, keepdim=True)
+        rows = _softmax(logits, largest)
+        # Boolean masks have made hidden logits −inf; a hidden logit with a finite bias is still finite.
+        if columns is not None or (self.mask is not None and self.mask.dtype != torch.bool):
+            allowed = self.support_rows(start, stop)
+            allowed = allowed if columns is None else allowed & columns
+            largest = logits.masked_fill(~allowed, -torch.inf).amax(-1, keepdim=True)
+        return rows, largest[..., 0]
+
+    def _logits(self, start: int, stop: int) -> Float[Tensor, "*batch R S"]:
+        """Return rows of the logits: scaled products of queries and keys, plus the bias of the mask."""
         work = compute_dtype(self.dtype)
         query, key = self.query[..., start:stop, :].to(work), self._repeat_groups(self.key.to(work))
         scores = (query * self.scale) @ key.mT
@@ -96,8 +115,7 @@ class SoftmaxMixing(MixingOperator):
         if self.is_causal:
             seen = causal_rows(start, stop, self.shape[-1], self.device)
             scores = scores.masked_fill(~seen, -torch.inf)
-        # The softmax of a row of −inf is NaN; such a row is set to 0, as in torch's attention.
-        return torch.softmax(scores, dim=-1).masked_fill(scores.isneginf().all(-1, keepdim=True), 0)
+        return scores
 
     def support_rows(self, start: int, stop: int) -> Bool[Tensor, "*batch R S"]:
         """Return rows of the support: True where neither ``mask`` nor the causal mask hides an entry."""
@@ -154,6 +172,14 @@ class SoftmaxMixing(MixingOperator):
     def _repeat_groups(self, tensor: Tensor) -> Tensor:
         """Return a tensor with H instead of Hkv heads: each key head is repeated for its query heads."""
         return tensor.repeat_interleave(self.heads_per_group, dim=-3) if self.heads_per_group > 1 else tensor
+
+
+def _softmax(logits: Tensor, largest: Tensor) -> Tensor:
+    """Return the softmax of rows of logits whose largest entries are known.
+
+    The softmax of a row of −inf is NaN; such a row is set to 0, as in torch's attention.
+    """
+    return torch.softmax(logits, dim=-1).masked_fill(largest.isneginf(), 0)
 
 
 def hidden_by(bias: Tensor) -> Tensor:

@@ -126,7 +126,7 @@ def _setting(audit: Audit) -> str:
 
 def _layers_in_words(audit: Audit, grids: Sequence[Grid]) -> list[Table]:
     """Return the table of the first screen, if there is data: a row per layer, a column per quantity."""
-    spread = {(state.stack, state.blocks): state.spread for state in audit.states}
+    spread = {(state.stack, state.blocks): state.direction_spread for state in audit.states}
     rows: dict[str, dict[str, str]] = {}
     for grid in grids:
         for name, row in zip(grid.row_names, grid.rows, strict=True):
@@ -140,7 +140,7 @@ def _layers_in_words(audit: Audit, grids: Sequence[Grid]) -> list[Table]:
             }
     if not grids:
         rows = {
-            f"{stack} {blocks}": {"token\nspread": _spread_words(value)}
+            f"{stack} {blocks}": {"direction\nspread": _spread_words(value)}
             for (stack, blocks), value in spread.items()
         }
     names = [name for name in next(iter(rows.values()), {}) if any(x[name] != MISSING for x in rows.values())]
@@ -183,7 +183,7 @@ def _hints(audit: Audit) -> list[str]:
         (audit.heads, "attention rank 1.00 = full rank, as many independent patterns as tokens"),
         (audit.at_init, "at initialization: of the same model untrained, on the same data"),
         (any(head.random_rank >= 0 for head in audit.heads), "random heads: of random queries and keys"),
-        (audit.states, "spread after the layer: token spread, 0 = all tokens are the same"),
+        (audit.states, "spread after: 0 = most tokens are parallel"),
         (has_costs, f"cheapest, costliest head: {costs}, as a share of {reference}"),
     )
     passes = 1 + len(audit.heads).bit_length() + MORE_TRIES
@@ -260,8 +260,7 @@ def _initial_share(heads: Sequence[HeadRecord]) -> str:
 
 
 def _layer_number(measure: HeadMeasure, heads: Sequence[HeadRecord]) -> str:
-    values = [value for head in heads if math.isfinite(value := measure.value(head))]
-    whole = sum(values) if measure.summed and values else mean(values)
+    whole = measure.over_heads(map(measure.value, heads))
     mark = "≈" if any(measure.name in head.stderr for head in heads) else ""
     return mark + format_number(whole, measure.digits)
 
@@ -290,7 +289,7 @@ def _console_states(stack: str, records: Sequence[StateRecord]) -> Table:
             ]
             for state in states
         ],
-        facts="token spread μ/‖Y‖ of 0: all tokens the same",
+        facts="direction spread of 0: most tokens are parallel",
         console_columns=2 + sum(bool(measure.console) for measure in _STATES),
     )
 

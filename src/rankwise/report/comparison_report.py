@@ -40,11 +40,11 @@ _OUTCOMES = {
 }
 _FIRST = {
     "heads": ("numerical_rank", "effective_rank", "stable_rank", "first_token_mass"),
-    "states": ("spread", "effective_rank"),
+    "states": ("direction_spread", "effective_rank"),
 }
 """Measures in the first columns of the tables of layers. The console shows only these columns."""
 _HISTORY_HEADS = [measure for measure in HEAD_MEASURES if measure.name in _FIRST["heads"]]
-_HISTORY_STATES = [m for m in STATE_MEASURES if m.name in ("spread", "mean_cosine")]
+_HISTORY_STATES = [m for m in STATE_MEASURES if m.name in ("direction_spread", "mean_cosine")]
 _SIGNS = {"error": "◆", "warning": "▲", "info": "●"}
 
 
@@ -213,6 +213,7 @@ def _layer_table(changes: Sequence[LayerChange], of: str) -> Table:
         name = f"{change.stack} {change.layer}{', cross' if change.cross else ''}".strip()
         rows[name][change.measure] = change
     first = sum(measure.name in _FIRST[of] for measure in measures)
+    maxima = ", ".join(measure.title for measure in measures if measure.maximum)
     return Table(
         f"Changes by layer, {'means of the heads' if of == 'heads' else 'token states'}",
         ["layer", *(measure.head for measure in measures)],
@@ -221,7 +222,8 @@ def _layer_table(changes: Sequence[LayerChange], of: str) -> Table:
             for name, row in rows.items()
             if measures
         ],
-        note="In brackets: changes in standard deviations over the sequences; bold from 1 on.",
+        note="In brackets: changes in standard deviations over the sequences; bold from 1 on."
+        + (f" {maxima}: maximum of the heads." if maxima else ""),
         console_columns=1 + first if first else None,
     )
 

@@ -217,7 +217,7 @@ def depth_curves(measure: StateMeasure, states: Sequence[StateRecord]) -> Figure
         )
     deepest = max(state.blocks for state in states)
     step = 1 + deepest // _MOST_TICKS  # whole numbers: automatic ticks can be at half blocks
-    scale = {"range": [0, 1.03]} if measure.name == "spread" else {"rangemode": "tozero"}
+    scale = {"range": [0, 1.03]} if measure.name == "direction_spread" else {"rangemode": "tozero"}
     layout = {
         "height": 260,
         "showlegend": len(stacks) > 1,

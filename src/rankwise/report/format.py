@@ -9,9 +9,8 @@ RANK = next(measure for measure in HEAD_MEASURES if measure.name == "numerical_r
 """Measure of rank/min(T, S) for a T×S mixing matrix. If entries have signs, ranks are relative to σ₁."""
 
 _TITLES = {
-    "spread_input": "token spread of the input",
-    "spread_lowest": "lowest token spread",
-    "spread_lowest_at_1": "lowest token spread with λ = 1",
+    "direction_spread_input": "direction spread of the input",
+    "direction_spread_lowest": "lowest direction spread",
     "blocks": "blocks passed",
     "cost": "cost of removal",
     "loss": "loss after removal",

@@ -23,7 +23,7 @@ def skip_document(
     scales: Mapping[str, Sequence[float]], states: Mapping[str, Sequence[float]], data: str = "",
     notes: Sequence[str] = (),
 ) -> Document:  # fmt: skip
-    """Return the report on added λ-skips: λ per site before and after, and token spread by layer."""
+    """Return the report on added λ-skips: λ per site before and after, and direction spread by layer."""
     rows = [[name, f"{before:.3f}", f"{after:.3f}"] for name, (before, after) in scales.items()]
     spread = [
         [stack or "model", " ".join(format_number(number, 2) for number in numbers)]
@@ -31,7 +31,7 @@ def skip_document(
     ]
     tables = [
         Table("λ-skips", ["site", "λ before", "λ after"], rows),
-        Table("Token spread μ/‖Y‖ by layer", ["stack", "input, and after each layer"], spread),
+        Table("Direction spread by layer", ["stack", "input, and after each layer"], spread),
     ]
     return Document(
         command="Rankwise skip",

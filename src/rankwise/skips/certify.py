@@ -125,12 +125,17 @@ def _certify_layer(skip: ObservedSkip, scale: Tensor, keep_spread: float) -> Lay
     proved: dict[str, float] = {}
     if skip.norm.kind != "unknown":
         before = skip_bound(y, torch.zeros_like(b), 1.0, mask, NORM_KINDS[skip.norm.kind])
-        after = absolute_spread(skip.norm.of(total), mask)
+        read = skip.norm.of(total)
+        after = absolute_spread(read, mask)
+        mean = (read * mask[..., None]).sum(1, keepdim=True) / mask.sum(1)[:, None, None].clamp(min=1)
+        largest = ((read - mean) * mask[..., None]).square().sum(-1).amax(1)
+        shares = (largest / after.square())[several & (after > 0)]
         ratio = torch.where(before > 0, after / before, math.inf)  # ∞ if there is no spread to keep
         bound = (_bound(skip, scale, y, b) / before).nan_to_num(0.0)
         proved = {
             "absolute_spread_ratio": float(ratio[several].min()),
             "absolute_spread_ratio_bound": float(bound[several].min()),
+            **({"largest_token_share": min(float(shares.max()), 1.0)} if len(shares) else {}),
             **_least_lambdas(skip, scale, y, b, keep_spread),
         }
     return LayerCertificate(
@@ -179,6 +184,11 @@ def _notes(layers: Sequence[LayerCertificate], skips: Sequence[ObservedSkip]) ->
         more = f" and {len(sites) - 1} more" if sites[1:] else ""
         effect = f"nothing is promised at {sites[0]}{more}, and μ after the layer is not measured"
         notes.append(f"{effect}: {reason}")
+    if single := [layer.site for layer in layers if (layer.largest_token_share or 0) > 0.5]:
+        more = f" and {len(single) - 1} more" if single[1:] else ""
+        notes.append(
+            f"one token has more than half of μ² at {single[0]}{more}: μ says little about the others"
+        )
     if any(layer.lambda_value == 0 for layer in layers):
         notes.append("λ = 0 somewhere: nothing is sure there, whatever the mixer does")
     if any(layer.min_lambda_proved is None and layer.norm != "unknown" for layer in layers):

@@ -50,8 +50,8 @@ from rankwise.tracing import CapturedState, capture
 AuditT = TypeVar("AuditT", bound=Audit)
 
 APART = 0.1
-"""Least token spread that a tried λ must leave after every block. In docs/tutorials/repair-collapse.md a
-model does not train with λ = 4, which leaves 0.05, and does with 8, which leaves 0.15."""
+"""Least direction spread that a tried λ must leave after every block. In docs/tutorials/repair-collapse.md a
+model does not train with λ = 4, which leaves 0.04, and does with 8, which leaves 0.13."""
 SAMPLE = 4
 """Number of sequences that `recommend` examines if a batch is a dict."""
 AGAIN = "the model ran again on the first batch"
@@ -77,9 +77,9 @@ def choose_lambda(model: nn.Module, batch: Batch, stack: str) -> LambdaChoice:
     """Return a choice of λ: the least |λ| of 1, 2, 4, 8 and 16 with which the tokens of a stack stay apart.
 
     A trial raises every smaller |λ| of the stack to the tried value. The first value is the least |λ| of the
-    stack if this is above 1. Tokens stay apart if the token spread of the batch is at least 0.1, or half of
-    its value at the input, after every block (COLLAPSE is below 0.04). Signs of λ are preserved, and 0 counts
-    as positive. The model is not changed. No λ is named if no tried λ keeps tokens apart, or if λ suppresses
+    stack if this is above 1. Tokens stay apart if the direction spread of the batch is at least 0.1, or half
+    of its value at the input, after every block (COLLAPSE is below 0.04). Signs of λ are kept; 0 counts as
+    positive. The model is not changed. No λ is named if no tried λ keeps tokens apart, or if λ suppresses
     a mixer (INACTIVE_BLOCK). `LambdaChoice.advice` then says what to do. `try_lambdas` shows which λ trains.
 
     Cost: up to twelve forward passes, two with derivatives if the model has no λ-skips, and ‖M‖_F of the
@@ -171,7 +171,7 @@ def _choose(
     proved = max(finite) if finite and len(finite) == len(bounds) else None
     named, result = removed and not suppressed, f"|λ| = {best:g} removes COLLAPSE"
     if not removed:
-        result = f"no |λ| up to {TRIED[-1]:g} keeps the token spread above {APART:g}, and no λ is named"
+        result = f"no |λ| up to {TRIED[-1]:g} keeps the direction spread above {APART:g}, and no λ is named"
     elif suppressed:
         result += f", but suppresses {len(suppressed)} mixers, and no λ is named"
     elif present >= best:
@@ -187,12 +187,12 @@ def _choose(
 
 
 def _trial(model: nn.Module, batch: Batch, stack: str) -> tuple[bool, float]:
-    """Return whether the tokens of a stack stay apart, and the lowest token spread after its blocks."""
+    """Return whether the tokens of a stack stay apart, and the lowest direction spread after its blocks."""
     records = _states(model, [batch])
     _check_stack(model, stack, {state.stack for state in records})
     states = [state for state in records if state.stack == stack]
-    lowest = min((state.spread for state in states if state.blocks), default=math.nan)
-    least = min([APART, *(COLLAPSE_FALL * state.spread for state in states if not state.blocks)])
+    lowest = min((state.direction_spread for state in states if state.blocks), default=math.nan)
+    least = min([APART, *(COLLAPSE_FALL * state.direction_spread for state in states if not state.blocks)])
     return not lowest < least, lowest
 
 
@@ -287,19 +287,19 @@ def recommend(audit: AuditT, model: nn.Module, batch: Batch, loss: LossOfModel |
 
 
 @exclusive
-def spread_by_layer(model: nn.Module, batches: Iterable[Batch]) -> dict[str, list[float]]:
-    """Return the mean token spread μ/‖Y‖ per stack: before its first block, and after each block.
+def direction_spread_by_layer(model: nn.Module, batches: Iterable[Batch]) -> dict[str, list[float]]:
+    """Return the mean direction spread per stack: before its first block, and after each block.
 
     Examples:
         >>> block = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
         >>> model = nn.TransformerEncoder(block, 2, enable_nested_tensor=False)
-        >>> len(spread_by_layer(model, [torch.randn(1, 5, 8)])["layers"])
+        >>> len(direction_spread_by_layer(model, [torch.randn(1, 5, 8)])["layers"])
         3
     """
     check_module(model)
     ordered = sorted(_states(model, batches), key=lambda state: (state.stack, state.blocks))
     stacks = grouped(ordered, lambda state: state.stack)
-    return {stack: [state.spread for state in states] for stack, states in stacks.items()}
+    return {stack: [state.direction_spread for state in states] for stack, states in stacks.items()}
 
 
 def _states(model: nn.Module, batches: Iterable[Batch]) -> list[StateRecord]:
@@ -325,7 +325,7 @@ def advise_lambda(finding: Finding, model: nn.Module, batch: Batch, places: Sequ
         return finding.model_copy(update={"remedy": Remedy(words=choice.advice)})
     numbers = {
         "mixing_share": choice.mixing_share,
-        "spread_lowest_tried": max(lowest for _, lowest in choice.tried),
+        "direction_spread_lowest_tried": max(lowest for _, lowest in choice.tried),
         "lambda_tried": choice.value,
         "lambda_proved": choice.proved,
     }

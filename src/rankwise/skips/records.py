@@ -42,6 +42,9 @@ class LayerCertificate(_Numbers):
     """Like ``min_lambda_proved``, but for the token spread μ/‖Y‖_F. None if a norm reads the sum."""
     mixing_share: float
     """Mean over sequences of ‖f(x)‖/‖λx + f(x)‖. Near 0, the mixer no longer matters."""
+    largest_token_share: float | None = None
+    """Largest share that one token has in μ² after the skip connection: max_i ‖y_i − ȳ‖²/μ². Above one half,
+    μ describes this token. None if μ is unknown or 0."""
 
 
 class SkipCertificate(SavedRecord, _Numbers):
@@ -71,9 +74,9 @@ class LambdaChoice(Record):
     """Least tried |λ| with which tokens stay apart. None if there is no such |λ|, or if a mixer would be
     reported as INACTIVE_BLOCK with this λ."""
     removes_collapse: bool
-    """True if the last |λ| of `tried` keeps tokens apart: a token spread of at least 0.1, above COLLAPSE."""
+    """True if the last |λ| of `tried` keeps tokens apart: a direction spread of at least 0.1."""
     tried: list[tuple[float, Number]]
-    """Pairs (|λ|, lowest token spread after a block of the stack), in the order of the trials."""
+    """Pairs (|λ|, lowest direction spread after a block of the stack), in the order of the trials."""
     proved: float | None
     """Least |λ| at and above which each layer is proved to keep √½ of the μ of its input on this batch (√½ of
     μ/‖Y‖ if no norm follows the sum). None if this |λ| is unknown or infinite."""

@@ -15,6 +15,7 @@ from rankwise.tracing.score_masks import Entries, Masks
 from rankwise.tracing.torch_functions import (
     ADDED_PRODUCTS,
     CUTS,
+    DIFFERENCES,
     KEEPS_VALUES,
     LAST_AXIS,
     MOVES_AXES,
@@ -33,6 +34,8 @@ class Weights:
     """Weights before casts, dropout and reshapes, in higher precision. None for the weights themselves."""
     allowed: Entries | None
     """True at weights that no mask hides. None if the masks are unknown."""
+    logits: Entries | None
+    """Numbers of which the softmax is taken. None if unknown, or if weights are mixed after the softmax."""
     compared: bool
     """True if the scores are a product of two activations, as in Q Kᵀ."""
 
@@ -68,6 +71,8 @@ class SoftmaxProduct:
     """Axis ``axes[i]`` of the function's result is axis i of ``output``."""
     allowed: Entries | None
     """True at entries of the matrix that no mask has hidden. None if the masks are unknown."""
+    logits: Entries | None
+    """Logits of the entries of the matrix. None if unknown."""
     compared: bool
     """True if the scores are a product of two activations, as in Q Kᵀ."""
     values_compared: bool
@@ -83,6 +88,8 @@ class SoftmaxFollower:
         self._weights: Any = WeakIdKeyDictionary()
         self._compared: Any = WeakIdKeyDictionary()
         self._masks = Masks()
+        self._shifted: Any = WeakIdKeyDictionary()
+        """Scores before a number per row was subtracted, by the result; None if they are not the logits."""
 
     def observe(
         self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
@@ -99,6 +106,7 @@ class SoftmaxFollower:
         product = self._product(func, args, tensors, out) if self._weights else None
         if sizes := self._compares(func, args, tensors, out):
             self._compared[out] = sizes
+            self._follow_shifts(func, tensors, out)
             self._masks.observe(func, args, kwargs, out, self._compared)
         if product is None and self._weights:
             self._follow(func, args, kwargs, out)
@@ -136,23 +144,42 @@ class SoftmaxFollower:
         scores = args[0] if args else kwargs.get("input")
         if out.dim() > 1 and isinstance(scores, Tensor) and dim in (-1, out.dim() - 1):
             compared = scores in self._compared
-            self._weights[out] = Weights(None, self._masks.allowed(scores, compared), compared)
+            logits = self._shifted.get(scores, scores)
+            numbers = None if logits is None else Entries(logits.shape, logits.detach)
+            self._weights[out] = Weights(None, self._masks.allowed(scores, compared), numbers, compared)
+
+    def _follow_shifts(self, func: Function, tensors: list[Tensor], out: Tensor) -> None:
+        """Register scores from which a number per row is subtracted, such as the largest of the row.
+
+        This does not change the softmax. The logits are the scores before, if only reshapes and casts follow.
+        """
+        scores = next((tensor for tensor in tensors if tensor in self._compared), out)
+        shift = tensors[1] if func in DIFFERENCES and len(tensors) == 2 else None
+        if shift is not None and (shift.dim() == 0 or shift.shape[-1] == 1):
+            self._shifted[out] = None if out is scores else self._shifted.get(scores, scores)
+        elif scores in self._shifted and func not in PRODUCTS | ADDED_PRODUCTS | {torch.einsum}:
+            self._shifted[out] = self._shifted[scores] if func in KEEPS_VALUES else None
 
     def _follow(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> None:
         tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-        source = next((tensor for tensor in tensors if tensor in self._weights), None)
-        if source is None:
+        sources = [tensor for tensor in tensors if tensor in self._weights]
+        if not sources:
             return
+        source = sources[0]
         weights: Weights = self._weights[source]
         if func in KEEPS_VALUES and out.numel() == source.numel():
             if out is not source:
                 first = source if weights.probabilities is None else weights.probabilities
                 self._weights[out] = replace(weights, probabilities=first)
         elif _still_weights(func, source, out) and (weights.compared or func not in STARTS_ANEW):
-            allowed = weights.allowed
-            if allowed is not None:
-                allowed = None if func in PRODUCTS else allowed.through(func, args, kwargs, source, out)
-            self._weights[out] = Weights(None, allowed, weights.compared)
+            allowed = None if func in PRODUCTS else weights.allowed
+            mixed = func in PRODUCTS | STARTS_ANEW or len(sources) > 1
+            logits = None if mixed else weights.logits
+            allowed, logits = (
+                None if entries is None else entries.through(func, args, kwargs, source, out)
+                for entries in (allowed, logits)
+            )
+            self._weights[out] = Weights(None, allowed, logits, weights.compared)
 
     def _product(
         self, func: Function, args: tuple[Any, ...], tensors: list[Tensor], out: Tensor
@@ -164,17 +191,21 @@ class SoftmaxFollower:
         if given in self._weights and self._weights[given].compared:
             return None  # the second factor is an attention matrix, not values
         matrix = operand.permute(*product.order)
-        allowed = weights.allowed
         if weights.probabilities is not None:
             matrix = weights.probabilities.reshape(operand.shape).permute(*product.order)
-        if allowed is not None:
-            allowed = allowed.through(Tensor.permute, (operand, *product.order), {}, operand, matrix)
+        allowed, logits = (
+            None
+            if entries is None
+            else entries.through(Tensor.permute, (operand, *product.order), {}, operand, matrix)
+            for entries in (weights.allowed, weights.logits)
+        )
         return SoftmaxProduct(
             matrix,
             product.values,
             product.output,
             product.axes,
             allowed,
+            logits,
             compared=weights.compared,
             values_compared=given in self._compared,
             values_learned=same_for_all(given, operand),

@@ -74,6 +74,8 @@ class MixingCall:
     """Tokens projected to the subspace of each head (B, H, T, K). None if heads have no subspaces."""
     kind: str = ""
     """Kind of mixer. If it is "", the kind of the operator is used."""
+    logits: Tensor | None = None
+    """Numbers (B, H, T, S) of which the softmax was taken, if the model formed M. None if unknown."""
 
 
 def fused_mixing(given: dict[str, Any], output: Tensor, call: ModuleCall) -> MixingCall:
@@ -108,7 +110,8 @@ def flex_mixing(args: tuple[Any, ...], output: Tensor, call: ModuleCall) -> Mixi
     allowed = _each_entry(lambda _, *entry: mask_mod(*entry, *mask_buffers))(scores, *indices)
     weights = scores.masked_fill(~allowed, -torch.inf).softmax(-1).nan_to_num(0.0)
     axes = HeadAxes(lambda out: out, lambda heads: heads)
-    return MixingCall(_dense(weights, allowed), value, output.detach(), axes=axes, kind="softmax")
+    operator = _dense(weights, allowed)
+    return MixingCall(operator, value, output.detach(), axes=axes, kind="softmax", logits=scores)
 
 
 def _each_entry(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -135,8 +138,10 @@ def explicit_mixing(mixed: SoftmaxProduct, call: ModuleCall) -> MixingCall:
     head_axes = HeadAxes(
         lambda out: layout(out.permute(*axes)), lambda heads: heads.reshape(shape).permute(*home)
     )
+    logits = None if mixed.logits is None else layout(mixed.logits.of(matrix.shape))
     values, output = layout(mixed.values.detach()), layout(mixed.output.detach())
-    return MixingCall(_dense(layout(matrix), allowed), values, output, axes=head_axes, kind="softmax")
+    operator = _dense(layout(matrix), allowed)
+    return MixingCall(operator, values, output, axes=head_axes, kind="softmax", logits=logits)
 
 
 def why_no_tokens(mixed: SoftmaxProduct, calls: Sequence[ModuleCall]) -> str | None:
@@ -204,6 +209,10 @@ def captured_mixer(
         else:
             added = operator.shape[-1] - operator.shape[-2]
             tokens, sources = mixing.lengths, F.pad(mixing.lengths, (0, added), value=True)
+        if mixing.logits is not None and isinstance(operator, DenseMixing):
+            hidden = ~(operator.support() & sources[:, None, None])
+            largest = mixing.logits.masked_fill(hidden, -torch.inf).amax(-1)
+            operator = DenseMixing(operator.matrix, operator.allowed, largest)
         window = not cross and not mixing.whole and is_window(operator, calls[-1])
         return CapturedMixer(
             name=calls[-1].name,

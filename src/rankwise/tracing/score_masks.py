@@ -18,7 +18,7 @@ from rankwise.tracing.torch_functions import CUTS, DIFFERENCES, FILLS, MOVES_AXE
 
 @dataclass(frozen=True, eq=False)
 class Entries:
-    """Lazy boolean tensor: one boolean per entry of a tensor, computed only if `of` is called."""
+    """Lazy tensor: one boolean or number per entry of a tensor, computed only if `of` is called."""
 
     shape: torch.Size
     make: Callable[..., Tensor]
