@@ -19,6 +19,7 @@ from rankwise._internals.linalg import as_float64
 from rankwise._internals.records import Address, grouped
 from rankwise._internals.threads import exclusive
 from rankwise.auditing import reinitialized
+from rankwise.auditing.findings import COLLAPSE_FALL, COLLAPSE_SPREAD
 from rankwise.auditing.measure_table import mixer_kind
 from rankwise.auditing.reference_ranks import masks_of, one_hot_rank
 from rankwise.claims.evidence import MIN_TOKENS, NotMeasurableError, Run, run_batches
@@ -78,11 +79,9 @@ def claim(statement: str, source: str, theirs: str, *, at_init: bool = False) ->
     """Register the decorated function as the check of a claim, and its docstring as the definition."""
 
     def register(check: Check) -> Check:
-        code, definition = check.__name__, " ".join(str(getdoc(check)).split())
-        record = CheckedClaim(
-            code=code, statement=statement, source=source, theirs=theirs, definition=definition
-        )
-        CLAIMS.append((check, record, at_init))
+        about: dict[str, Any] = {"statement": statement, "source": source, "theirs": theirs}
+        definition = " ".join(str(getdoc(check)).split())
+        CLAIMS.append((check, CheckedClaim(code=check.__name__, definition=definition, **about), at_init))
         return check
 
     return register
@@ -105,9 +104,8 @@ def _logits(run: Run, *, centered: bool) -> tuple[str, bool]:
             counts.append(components(torch.linalg.svdvals(left @ right.mT)))
     if not counts:
         raise NotMeasurableError("no head has 16 channels and 64 tokens")
-    every = torch.cat(counts)
-    yours = f"{every.min():.0f} to {every.max():.0f}, median {every.median():.0f}"
-    return yours, bool(every.max() <= 11)
+    least, middle, most = torch.cat(counts).quantile(torch.tensor([0.0, 0.5, 1.0]).double()).tolist()
+    return f"{least:.0f} to {most:.0f}, median {middle:.0f}", most <= 11
 
 
 @claim("Few components hold the energy of the logits", "arXiv 2604.04384v2, abstract", "90 % in 2 to 11")
@@ -142,9 +140,11 @@ def keys_against_values(run: Run) -> tuple[str, bool]:
     if not counts:
         raise NotMeasurableError("the model does not show its values")
     keys, values = (torch.cat(column) for column in zip(*counts, strict=True))
-    share = float((keys < values).double().mean())
-    yours = f"fewer in {share:.0%} of heads; median {keys.median():.0f} against {values.median():.0f}"
-    return yours, share >= 0.75
+    share, medians = (
+        float((keys < values).double().mean()),
+        f"{keys.median():.0f} against {values.median():.0f}",
+    )
+    return f"fewer in {share:.0%} of heads; median {medians}", share >= 0.75
 
 
 @claim("Heads with small outputs can be removed", "arXiv 2504.03889v4, abstract", "12 % of heads within 1 %")
@@ -270,8 +270,8 @@ def compression_valley(run: Run) -> tuple[str, bool]:
                 numbers = _entropy(state.tokens), fmean(float(x.mean()) for x in seen), _entropy(others)
                 layers.setdefault(bool(multiple >= 10), []).append(numbers)
     if len(layers) < 2:
-        words = "every layer reads" if True in layers else "no layer reads"
-        raise NotMeasurableError(f"{words} a token of ten times the median norm")
+        layer = "every layer" if True in layers else "no layer"
+        raise NotMeasurableError(f"{layer} reads a token of ten times the median norm")
     (entropy, sink, without), (usual, usual_sink, _) = (
         [median(column) for column in zip(*layers[massive], strict=True)] for massive in (True, False)
     )
@@ -289,13 +289,13 @@ def _entropy(tokens: Float64[Tensor, "T D"]) -> float:
 def no_collapse_with_depth(run: Run) -> tuple[str, bool]:
     """Direction spread of token states: the sine of the middle angle between a token and the mean direction.
 
-    0 if most tokens have one direction, near 1 if they are random. Holds if it is at least 0.1 (6°) after
-    each block of the longest stack, in the mean over sequences. The paper measures the distance to the mean
-    token, which one token of large norm can decide alone.
+    0 if most tokens have one direction, near 1 if they are random. Holds if it is nowhere below 0.04 and half
+    of the input's, in the mean over sequences, which an audit reports as COLLAPSE. The paper measures the
+    distance to the mean token, which one token of large norm can decide alone.
     """
     first, *curve = run.by_depth(measures.direction_spread, 2)
     yours = f"{first:.2f} before, {min(curve):.2f} least, {curve[-1]:.2f} after {len(curve)} blocks"
-    return yours, min(curve) >= 0.1
+    return yours, min(curve) >= min(COLLAPSE_SPREAD, COLLAPSE_FALL * first)
 
 
 @claim("LayerNorm keeps the affine rank exactly", "arXiv 2604.23681v1, abstract", "equal before and after")
@@ -309,9 +309,8 @@ def affine_rank(run: Run) -> tuple[str, bool]:
     for norm, given in run.layer_norms:
         if given.dim() == 3 and given.shape[1] >= MIN_TOKENS and bool(given.isfinite().all()):
             before = as_float64(given)
-            after = deepcopy(norm).to(before.device, before.dtype)(before)
-            centered = [x - x.mean(1, keepdim=True) for x in (before, after)]
-            ranks = [torch.linalg.matrix_rank(x, rtol=1e-10) for x in centered]
+            both = before, deepcopy(norm).to(before.device, before.dtype)(before)
+            ranks = [torch.linalg.matrix_rank(x - x.mean(1, keepdim=True), rtol=1e-10) for x in both]
             pairs.append(torch.stack(ranks, -1))
     if not pairs:
         raise NotMeasurableError("no LayerNorm reads sequences of finite token states")
