@@ -9,7 +9,9 @@ class CheckedClaim(Record):
     """Claim of a paper with the paper's number, the number of the model, and the outcome."""
 
     code: str
+    """Name of the function that checks the claim."""
     statement: str
+    """The claim in one line."""
     source: str
     """Paper, and the part of it that makes the claim."""
     theirs: str
@@ -17,6 +19,7 @@ class CheckedClaim(Record):
     yours: str = ""
     """Number of the model; empty if nothing was measured."""
     outcome: Literal["holds", "does not hold", "cannot be measured here"] = "cannot be measured here"
+    """Result of the check."""
     reason: str = ""
     """Reason why the claim cannot be measured."""
     definition: str

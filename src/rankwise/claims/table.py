@@ -53,8 +53,9 @@ def check(model: nn.Module, batches: Iterable[Batch]) -> list[CheckedClaim]:
         InputError: if there are no batches, or the model does not run on one.
 
     Examples:
-        >>> layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-        >>> model = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+        >>> import torch
+        >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        >>> model = torch.nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
         >>> outcomes = {claim.code: claim.outcome for claim in check(model, [torch.randn(2, 12, 8)])}
         >>> outcomes["affine_rank"], outcomes["dormant_heads"]
         ('does not hold', 'cannot be measured here')
