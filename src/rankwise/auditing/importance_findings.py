@@ -197,7 +197,7 @@ def estimate_words(
 ) -> list[tuple[str, str]]:
     """Return pairs (title, words) on estimated costs: a caution, or their agreement with exact costs."""
     words = []
-    by_name = {"heads": [*heads.values()], "blocks": importance.blocks}
+    by_name: dict[str, Sequence[HeadImportance]] = {"heads": [*heads.values()], "blocks": importance.blocks}
     for (name, importances), caution in zip(by_name.items(), (HEAD_CAUTION, BLOCK_CAUTION), strict=True):
         methods = [cost.method for cost in importances if math.isfinite(cost.cost)]
         if "estimated" in methods:
