@@ -1,4 +1,4 @@
-"""Readings of token states in a training that tell that it does not learn: COLLAPSE and the rule of `stop_on`.
+"""Readings of token states that tell that a training does not learn: COLLAPSE and the rule of `stop_on`.
 
 The runs of `depth` and some of `skips-image` are trained again with ten audits each after the first. Measures
 are compared by the share of pairs of runs that they order right (AUC). A rule is a threshold on the least
@@ -38,7 +38,7 @@ MEASURES = {
     "direction_spread": "direction spread", "spread": "token spread μ/‖Y‖",
     "mean_cosine": "spread of tokens of unit norm (by mean cosine)", "effective_rank": "effective rank",
 }  # fmt: skip
-"""Measures that are compared. The mean cosine orders runs as the spread of tokens scaled to unit norm does."""
+"""Measures to compare. The mean cosine orders runs as the spread of tokens scaled to unit norm does."""
 BORDERS = {"depth": (3.2, 3.0, 3.3), "skips-image": (0.11,)}
 """A run learned if its last loss is below the first number, or its accuracy above it; others to try."""
 THRESHOLDS, IN_A_ROW = (0.3, 0.1, COLLAPSE_SPREAD, 0.01, 0.001, STOP_SPREAD), (1, 2, 3, 5)
@@ -58,7 +58,7 @@ AGAIN = with_audits(DEPTH, [*DEPTH.rows], DEPTH.seeds), with_audits(SKIPS_IMAGE,
 
 
 def reading(name: str, run: Run) -> Reading:
-    """Return the score that decides whether a run learned, and its most collapsed state by step and measure."""
+    """Return the score that decides whether a run learned, and its lowest reading by step and measure."""
     columns, scores = run["values"]["rank"], run["values"]["scores"]
 
     def lowest(measure: str) -> list[list[float]]:

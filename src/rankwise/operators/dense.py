@@ -47,8 +47,9 @@ class DenseMixing(MixingOperator):
             )
         self.matrix = matrix
         self.allowed = None if allowed is None else check_mask(allowed, matrix.shape, "allowed entries")
-        known = largest_logits is not None
-        self.largest_logits = check_mask(largest_logits, matrix.shape, "largest logits") if known else None
+        self.largest_logits = (
+            None if largest_logits is None else check_mask(largest_logits, matrix.shape, "largest logits")
+        )
         self.may_hide_columns = allowed is not None  # without a mask, zeros may be underflows
 
     @property

@@ -190,7 +190,7 @@ class SoftmaxFollower:
         matrix = operand.permute(*product.order)
         if weights.probabilities is not None:
             matrix = weights.probabilities.reshape(operand.shape).permute(*product.order)
-        call = Tensor.permute, (operand, *product.order), {}, operand, matrix
+        call: tuple[Any, ...] = (Tensor.permute, (operand, *product.order), {}, operand, matrix)
         return SoftmaxProduct(
             matrix,
             product.values,
