@@ -1,8 +1,7 @@
 """Each claim holds on a model made for it, fails on one made against it, or says why it is silent."""
 
-import json
+import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -288,24 +287,19 @@ def test_the_model_is_left_as_it_was() -> None:
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-def test_the_command_prints_the_table_and_writes_it(run: Callable[..., Any]) -> None:
-    result = run("claims", f"{NETS}:with_batches", "--out", "claims.json")
+def test_the_command_prints_the_table(run: Callable[..., Any]) -> None:
+    result = run("claims", f"{NETS}:with_batches")
     assert result.exit_code == 0, result.exception
-    claims = json.loads(Path("claims.json").read_text())
-    assert len(claims) == len(CLAIMS)
-    assert all(claim["outcome"] in result.stdout for claim in claims)
-    outcomes = [claim["outcome"] for claim in claims]
-    assert (
-        f"{outcomes.count(HOLDS)} of {len(claims)} claims hold, {outcomes.count(FAILS)} do not"
-        in result.stdout
-    )
+    outcomes = re.findall(f"(?m) ({HOLDS}|{FAILS}|{SILENT}) *$", result.stdout)
+    assert len(outcomes) == len(CLAIMS)
+    counts = [outcomes.count(outcome) for outcome in (HOLDS, FAILS)]
+    assert f"{counts[0]} of {len(CLAIMS)} claims hold, {counts[1]} do not" in result.stdout
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         (["--text", "none.txt"], "none.txt"),
-        (["--text", "text.txt", "--out", "claims.csv"], ".json"),
         (["--text", "text.txt", "--dataset", "text.txt"], "one of --text, --images, --dataset"),
     ],
 )

@@ -1,8 +1,6 @@
 """Command `rankwise claims`: check claims of papers about ranks and attention on a model."""
 
-import json
 from collections import Counter
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -18,7 +16,7 @@ checked.
 [bold]Examples[/bold]
 
   rankwise claims gpt2 --text book.txt
-  rankwise claims ./my-bert --dataset imdb:test:text --sequences 4 --out claims.json
+  rankwise claims ./my-bert --dataset imdb:test:text --sequences 4
 """
 
 
@@ -39,22 +37,17 @@ def command(
     device: options.Device = None,
     dtype: options.Dtype = "auto",
     trust_remote_code: options.TrustRemoteCode = False,
-    out: Annotated[Path | None, typer.Option(help="Also write the claims to this .json file.")] = None,
 ) -> None:
     """Check claims; `HELP` describes the command."""
-    from rankwise._internals.files import write_file
     from rankwise.auditing.records import Verdict
     from rankwise.claims import check
     from rankwise.cli import output
     from rankwise.cli.audit_job import AuditJob, load
     from rankwise.cli.load_data import check_data
     from rankwise.cli.load_model import demo_model, demo_text
-    from rankwise.errors import one_of
     from rankwise.importance import ImportanceSettings
     from rankwise.report.document import Document, Section, Table
 
-    if out is not None:
-        one_of(f"ending of --out {out}", out.suffix, (".json",))
     if model is None and images is None and dataset is None:
         text = text or demo_text()
     check_data([] if model is None else [model], text=text, images=images, dataset=dataset)
@@ -83,5 +76,4 @@ def command(
         ],
         notes=[*loaded.notes, *data.notes],
     )  # fmt: skip
-    saved = json.dumps([claim.model_dump() for claim in claims], indent=1)
-    output.print_results(document, [("claims", write_file(out, saved, "claims"))] if out else [])
+    output.print_results(document)
