@@ -87,10 +87,12 @@ def one_model(
     for at, (split, record) in enumerate(zip(splits, records, strict=True)):
         assert record.removable is not None
         sets.append(held_out(model, splits, at, "exact", record.removable.heads))
-        estimated = measure_importance(model, split, ImportanceSettings(**probes)).record.removable
+        estimated = measure_importance(
+            model, split, ImportanceSettings(exact=False, **probes)
+        ).record.removable
         assert estimated is not None
         sets.append(held_out(model, splits, at, "estimate", estimated.heads))
-    single = ImportanceSettings(probes=1, tolerance=None, seed=settings.seed)
+    single = ImportanceSettings(exact=False, probes=1, tolerance=None, seed=settings.seed)
     return {
         "model": name,
         "data": data,

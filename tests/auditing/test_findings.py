@@ -552,7 +552,7 @@ NO_HEADS = "No heads are worth removing at 1.00% of the loss: "
 @pytest.mark.parametrize(
     ("count", "changes", "said"),
     [
-        (0, {}, "No head can be removed at 1.00% of the loss."),
+        (0, {}, "No heads to remove: none was found that costs at most 1.00% of the loss on the 4 of 8 seq"),
         (2, {}, NO_HEADS + "the savings are too small to notice (0.8%)."),
         (2, {"relative": 0.02}, NO_HEADS + "the held-out cost of +2.00% exceeds the tolerance of 1.00%."),
         (2, {"held_out": 0, "relative": math.nan}, NO_HEADS + "no sequence was held out to price it; audit"),

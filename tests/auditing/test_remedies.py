@@ -19,6 +19,7 @@ from rankwise.auditing import FINDING_RULES, Finding, Provenance, remedy_text
 from rankwise.auditing.remedies import COMMANDS, EXACTLY, LINEAR
 from rankwise.cli import app
 from rankwise.compression import Compression
+from rankwise.importance import ImportanceSettings
 
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom. " * 120
 T, HEADS = 32, 4
@@ -343,7 +344,8 @@ def test_every_remedy_can_be_followed_in_python(
     about = LACKS if case == "RANDOM_WEIGHTS" else None
     if about is not None:
         bert().save_pretrained(LACKS["model"])
-    audit = rw.audit(model, [batch], importance=case in WITH_COSTS, provenance=about)
+    costs = ImportanceSettings(exact=False) if "estimated" in case else case in WITH_COSTS
+    audit = rw.audit(model, [batch], importance=costs, provenance=about)
     if "advised" in case or "unnamed" in case:
         audit = rw.skips.recommend(audit, model, batch)
     finding = of(case.split()[0], audit)
@@ -363,7 +365,7 @@ BY_COMMAND = (
 @pytest.mark.parametrize("case", BY_COMMAND)
 def test_every_remedy_of_a_factory_can_be_followed(case: str, folder: Path) -> None:
     (folder / "my models" / "net.py").write_text(FACTORY.format(case=case))
-    audit = audited("my models/net.py:build", *["--importance"] * (case in WITH_COSTS))
+    audit = audited("my models/net.py:build", *["--importance", "estimate"] * (case in WITH_COSTS))
     finding = of(case.split()[0], audit)
     assert printed(finding, audit.provenance)[0].startswith("rankwise ")
     follow(finding, audit.provenance, {"model": CASES[case][0]()})

@@ -192,7 +192,7 @@ def test_nan_weights_fail_the_gate_with_and_without_importance(run, tiny, tmp_pa
 
 @pytest.mark.parametrize(
     ("how", "demo", "exact"),
-    [(None, True, True), ("auto", True, True), ("estimate", True, False), ("auto", False, False)],
+    [(None, True, True), ("auto", True, True), ("estimate", True, False), ("auto", False, None)],
 )
 def test_bare_importance_is_exact_for_the_demo(how, demo, exact) -> None:
     assert parse_importance(how, demo, 0.01, "auto").exact is exact

@@ -12,7 +12,7 @@ import rankwise as rw
 from rankwise.importance import ImportanceSettings
 from rankwise.tracing import Intervention, capture
 
-CHEAP = ImportanceSettings(probes=0, tolerance=None)
+CHEAP = ImportanceSettings(exact=False, probes=0, tolerance=None)
 SIZES = {"n_embd": 16, "n_layer": 2, "n_head": 4, "bos_token_id": 1, "eos_token_id": 2}
 
 
@@ -115,5 +115,7 @@ class Measured:
         return getattr(self._record, name)
 
 
-def measure(*arguments, **options):
-    return Measured(rw.importance.measure_importance(*arguments, **options))
+def measure(model, batches, settings=None, **options):
+    """Measure importance, by estimates if no settings are given."""
+    settings = settings or ImportanceSettings(exact=False)
+    return Measured(rw.importance.measure_importance(model, batches, settings, **options))

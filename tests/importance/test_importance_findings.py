@@ -2,9 +2,14 @@
 
 import re
 
+import numpy as np
+import pandas as pd
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from importance_cases import ids, language_model
 from tests.support import records
+from tests.support.documents import audit_document
 from tests.support.records import HeadImportance, diagnose
 from tests.support.records import importance as importance_record
 from typer.testing import CliRunner
@@ -14,9 +19,13 @@ from rankwise.auditing.importance_findings import (
     BLOCK_CAUTION,
     HEAD_CAUTION,
     estimate_words,
+    spearman,
 )
 from rankwise.cli import app
 from rankwise.importance import ImportanceSettings, ablation_cost
+from rankwise.importance.records import BlockImportance
+from rankwise.report.page import page_text
+from rankwise.tracing import Address
 
 
 @pytest.fixture(scope="module")
@@ -127,12 +136,32 @@ def test_exact_costs_are_an_action_only_if_they_can_lead_to_one(parameters):
 
 
 def test_estimated_costs_have_a_caution_and_exact_costs_have_none():
-    ((name, caution),) = estimate_words([HeadImportance(estimate=1.0)], [])
-    assert (name, caution) == ("Estimated costs of heads", HEAD_CAUTION)
-    assert dict(estimate_words([], [HeadImportance(estimate=1.0)])) == {
-        "Estimated costs of blocks": BLOCK_CAUTION
-    }
-    assert estimate_words([HeadImportance(exact=1.0)], []) == []
+    def words(heads, blocks):
+        named = {Address(head=number): head for number, head in enumerate(heads)}
+        blocks = [BlockImportance(stack="h", layer=0, site="h.0", **block) for block in blocks]
+        return estimate_words(named, importance_record(blocks=blocks))
+
+    assert words([HeadImportance(estimate=1.0)], []) == [("Estimated costs of heads", HEAD_CAUTION)]
+    assert words([], [{"estimate": 1.0}]) == [("Estimated costs of blocks", BLOCK_CAUTION)]
+    assert words([HeadImportance(exact=1.0)], []) == []
+
+
+def test_the_report_states_how_well_estimates_agree_with_exact_costs(audit):
+    costs = pd.DataFrame([(head.importance.estimate, head.importance.exact) for head in audit.heads])
+    rank = costs.corr("spearman").loc[0, 1]
+    worst = audit.heads[(costs[0] - costs[1]).abs().idxmax()]
+    said = dict(estimate_words({head.id: head.importance for head in audit.heads}, audit.importance))
+    text = said["Estimates on this model"]
+    assert text.startswith(f"Spearman {rank:.2f} with exact costs over 8 heads; largest miss {worst.id}: ")
+    assert f"exact {audit.importance.share(worst.importance.exact):+.1%}"[:9] in text
+    assert "Estimates on this model" in page_text(audit_document(audit))
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.floats(-9, 9)), min_size=3, max_size=30))
+def test_spearman_is_the_correlation_of_mean_ranks(pairs):
+    first, second = np.array(pairs).T
+    wanted = pd.DataFrame(np.array(pairs)).corr("spearman").loc[0, 1]
+    assert spearman(first, second) == pytest.approx(wanted, nan_ok=True, abs=1e-12)
 
 
 def test_the_command_measures_importance(tmp_path):
@@ -150,6 +179,7 @@ def test_the_command_measures_importance(tmp_path):
     assert done.exit_code == 0, done.output
     audit = rw.Audit.load(tmp_path / "out")
     assert audit.importance.loss == "next tokens, causal"
-    assert audit.heads[0].importance.method == "estimated"
+    assert audit.heads[0].importance.method == "exact"
+    assert "takes 3 forward passes per batch" in audit.importance.choice
     wrong = CliRunner().invoke(app, ["audit", f"{source}:build", *chosen, "--importance=exactly"])
     assert "did you mean exact" in str(wrong.exception).lower()

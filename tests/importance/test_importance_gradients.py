@@ -32,12 +32,12 @@ def slope(of):
 @pytest.fixture(scope="module")
 def causal():
     model, given = language_model(), {"input_ids": ids()}
-    return model, given, measure(model, [given], ImportanceSettings(probes=100, tolerance=None))
+    return model, given, measure(model, [given], ImportanceSettings(exact=False, probes=100, tolerance=None))
 
 
 def test_gradients_are_difference_quotients():
     model, given = language_model(), {"input_ids": ids()}
-    importance = measure(model, [given], ImportanceSettings(probes=0, tolerance=None))
+    importance = measure(model, [given], ImportanceSettings(exact=False, probes=0, tolerance=None))
     tokens = given["input_ids"][:, 1:].numel()
     assert importance.counted == tokens
     for site in importance.sites:
@@ -72,7 +72,7 @@ def test_curvature_is_half_the_gauss_newton_diagonal(causal):
 
 def test_curvature_of_states_is_the_squared_change():
     model, given = encoder(), {"input_ids": ids()}
-    importance = measure(model, [given], ImportanceSettings(probes=100, tolerance=None))
+    importance = measure(model, [given], ImportanceSettings(exact=False, probes=100, tolerance=None))
     whole = model(**given)[0].detach()
     assert importance.loss == "relative squared change of the output"
     for site in importance.sites:
@@ -114,7 +114,7 @@ def test_padding_does_not_change_importance(loss, part):
 
 def test_bfloat16_is_within_its_rounding_error():
     model, given = language_model(), {"input_ids": ids()}
-    settings = ImportanceSettings(probes=0, tolerance=None)
+    settings = ImportanceSettings(exact=False, probes=0, tolerance=None)
     exact = measure(model, [given], settings)
     half = measure(model.bfloat16(), [given], settings)
     one = np.concatenate([site.curvature for site in exact.sites])
@@ -139,7 +139,9 @@ class Encoder(nn.Module):
 
 def test_gates_of_blocks_follow_a_batch_axis_of_1():
     states = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    settings = ImportanceSettings(loss=lambda output, batch: output.sin().sum((1, 2)), tolerance=None)
+    settings = ImportanceSettings(
+        exact=False, loss=lambda output, batch: output.sin().sum((1, 2)), tolerance=None
+    )
     first, second = (measure(Encoder(axis).eval().double(), [states], settings) for axis in (True, False))
     assert len(first.blocks) == 2
     for one, other in zip(first.blocks, second.blocks, strict=True):

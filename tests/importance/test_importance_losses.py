@@ -61,7 +61,7 @@ def test_labels_of_a_causal_language_model_are_shifted_and_left_out():
 
 def test_masked_tokens_are_predicted_if_the_mask_token_is_known():
     model, tokens = bert("BertForMaskedLM"), ids(4, 30)
-    settings = ImportanceSettings(probes=0, tolerance=None, mask_token=1)
+    settings = ImportanceSettings(exact=False, probes=0, tolerance=None, mask_token=1)
     importance = measure(model, [{"input_ids": tokens}], settings)
     again = measure(model, [{"input_ids": tokens}], settings)
     assert importance.loss == "masked tokens, 15% of them, seed 0"
@@ -204,17 +204,19 @@ def test_a_loss_may_be_a_function():
     importance = measure(model, [x], ImportanceSettings(loss=distance, exact=True, tolerance=None))
     assert importance.loss == "distance"
     assert importance.value == pytest.approx(distance(model(x), x).mean().item(), rel=1e-6)
-    whole = measure(model, [x], ImportanceSettings(loss=lambda *both: distance(*both).mean(), tolerance=None))
+    whole = measure(
+        model, [x], ImportanceSettings(exact=False, loss=lambda *both: distance(*both).mean(), tolerance=None)
+    )
     gradients = [found.sites[0].curvature - found.sites[0].estimate for found in (whole, importance)]
     assert gradients[0] == pytest.approx(gradients[1], rel=1e-4)
     with pytest.raises(rw.errors.InputError, match="loss of each sequence"):
-        measure(model, [x], ImportanceSettings(loss=lambda output, batch: output))
+        measure(model, [x], ImportanceSettings(exact=False, loss=lambda output, batch: output))
 
 
 @pytest.mark.parametrize("loss", ["causal", "masked", "labels", "own", "encoder-decoder"])
 def test_a_loss_that_does_not_fit_is_refused(loss):
     with pytest.raises(rw.errors.InputError):
-        measure(Heads(2), [torch.randn(1, 6, 4)], ImportanceSettings(loss=loss))
+        measure(Heads(2), [torch.randn(1, 6, 4)], ImportanceSettings(exact=False, loss=loss))
 
 
 KINDS = losses.LabelLoss, losses.DivergenceLoss

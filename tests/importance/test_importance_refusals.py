@@ -38,7 +38,7 @@ def test_labels_that_are_not_classes_are_refused_by_their_batch(wrong, said):
         rw.audit(Classifier(), labelled([0, 1, 2, -100], wrong), importance=CHEAP)
     assert "importance=ImportanceSettings(loss=…)" in str(refused.value)
     with pytest.raises(AuditError, match="labels of batch 1"):
-        rw.audit(Classifier(), labelled(wrong), importance=ImportanceSettings(loss="labels"))
+        rw.audit(Classifier(), labelled(wrong), importance=ImportanceSettings(exact=False, loss="labels"))
 
 
 Narrow = kind(
@@ -73,7 +73,7 @@ UNFIT = {
 def test_a_note_says_that_labels_do_not_fit(case):
     build, batch, shape, expected = UNFIT[case]
     model = build().eval()
-    settings = ImportanceSettings(tolerance=None)
+    settings = ImportanceSettings(exact=False, tolerance=None)
     [note] = measure(model, [batch], settings).notes
     assert note.startswith(f"labels {shape} of batch 1 do not count: they are not {expected}")
     assert measure(model, [batch], replace(settings, loss="output")).notes == []
@@ -124,7 +124,7 @@ def test_the_mask_of_the_encoder_does_not_apply_to_the_decoder(kind, loss):
 @pytest.mark.parametrize("loss", ["causal", "output"])
 def test_no_grad_around_the_call_does_not_change_importance(loss):
     model, batch = language_model(), [{"input_ids": ids()}]
-    settings = ImportanceSettings(probes=2, loss=loss, tolerance=None)
+    settings = ImportanceSettings(exact=False, probes=2, loss=loss, tolerance=None)
     known = rw.audit(model, batch, importance=settings)
     with torch.no_grad():
         inside = rw.audit(model, batch, importance=settings)

@@ -68,7 +68,7 @@ def test_merged_importance_of_a_split_equals_importance_of_all_sequences(split):
         assert getattr(merged.record, name) == pytest.approx(getattr(whole.record, name), rel=1e-12)
     assert (merged.record.counted, merged.record.sequences) == (whole.record.counted, 4)
     assert merged.record.removable is None  # no pass without the heads saw all sequences
-    other = measure_importance(model, batches[:1], ImportanceSettings(probes=1))
+    other = measure_importance(model, batches[:1], ImportanceSettings(exact=False, probes=1))
     with pytest.raises(rw.errors.RecordError, match="the same probes"):
         merged.merge(other)
 
@@ -289,12 +289,33 @@ def test_a_model_without_gradients_is_refused_unless_heads_are_removed_one_by_on
     model = Detached().eval()
     with pytest.raises(rw.errors.RankwiseError, match='importance="exact"'):
         measure(model, [states()])
-    importance = measure(model, [states()], ImportanceSettings(exact=True))
-    assert np.isfinite(importance.sites[0].exact).all()
-    assert np.isnan(importance.sites[0].estimate).all()
-    assert "no gradients flow" in importance.notes[0]
-    assert importance.backward == 0
-    assert importance.removable.sorted_by == "exact"
+    for exact in (True, None):
+        importance = measure(model, [states()], ImportanceSettings(exact=exact, probes=1, tolerance=0.01))
+        assert np.isfinite(importance.sites[0].exact).all()
+        assert np.isnan(importance.sites[0].estimate).all()
+        assert "no gradients flow" in importance.notes[0]
+        assert importance.backward == 0
+        assert importance.removable.sorted_by == "exact"
+
+
+@pytest.mark.parametrize("probes", [3, 4, 5])
+def test_the_method_with_fewer_passes_is_chosen_and_the_record_says_why(probes):
+    """Eight heads and two blocks are 10 passes; a backward pass counts twice, of probes and of the loss."""
+    model, batches = language_model(), [{"input_ids": ids()}, {"input_ids": ids(seed=2)}]
+    settings = ImportanceSettings(probes=probes, tolerance=None)
+    importance = measure(model, batches, settings)
+    exact = 2 * (probes + 1) >= 8 + 2
+    assert np.isfinite(importance.sites[0].exact).all() == exact
+    assert np.isfinite(importance.sites[0].estimate).all() == (not exact)
+    assert importance.forward == 1 + 2 * (1 + 10 * exact)
+    assert importance.backward == 2 * (probes + 1) * (not exact)
+    method = "exact" if exact else "estimated"
+    passes = f"takes 10 forward passes per batch, and estimates {probes + 1} backward passes"
+    assert importance.choice.startswith(f"{method}, because removing each head and block {passes}")
+    audit = rw.audit(model, batches, importance=settings)
+    assert f"costs are {importance.choice}" in audit.summary(1000)
+    for chosen in (True, False):
+        assert measure(model, batches, dataclasses.replace(settings, exact=chosen)).choice == ""
 
 
 def test_weights_of_inference_mode_are_refused_with_a_fix():
@@ -307,7 +328,7 @@ def test_weights_of_inference_mode_are_refused_with_a_fix():
 
 def test_an_audit_keeps_its_numbers_if_importance_cannot_be_measured():
     with pytest.raises(AuditError, match="gradients") as failed:
-        rw.audit(Detached(), [states()], importance=True)
+        rw.audit(Detached(), [states()], importance=ImportanceSettings(exact=False))
     assert len(failed.value.audit.heads) == 3
     assert failed.value.audit.importance is None
 
@@ -351,7 +372,9 @@ def test_an_unknown_head_is_named_in_the_error():
 
 
 def test_ten_thousand_heads_take_as_many_runs_as_ten():
-    few, many = (measure(Heads(heads), [states()], ImportanceSettings(probes=2)) for heads in (10, 10_000))
+    few, many = (
+        measure(Heads(heads), [states()], ImportanceSettings(exact=False, probes=2)) for heads in (10, 10_000)
+    )
     assert many.backward == few.backward
     assert many.forward <= few.forward + math.ceil(math.log2(1000)) + 16
     assert np.isfinite(many.sites[0].estimate).all()

@@ -30,7 +30,7 @@ def test_the_section_names_the_loss_the_costs_and_the_removable_set(audit):
     words = dict(section.facts)
     assert words["Loss"].startswith("next tokens, causal: 4.")
     assert words["Costs of heads"] == "exact; zero in a head's place"
-    assert "measured on these batches" in words["Heads that can be removed together"]
+    assert "sequences, which were held out, and" in words["Heads that can be removed together"]
     (blocks,) = section.tables
     assert len(blocks.rows) == 2
     assert all("%" not in estimate for _, _, estimate, _ in blocks.rows)

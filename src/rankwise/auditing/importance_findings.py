@@ -1,16 +1,22 @@
 """Add costs of removing heads to findings, and describe these costs as text; imports no torch."""
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from operator import attrgetter
 
+import numpy as np
+
 from rankwise._internals.records import Address, format_number, grouped
+from rankwise._internals.statistics import Floats
 from rankwise.auditing.records import Finding, HeadRecord, Provenance, Remedy, StateRecord
 from rankwise.auditing.remedies import EXACTLY, removal_remedy, unless_too_little
 from rankwise.importance.records import HeadImportance, ImportanceRecord, RemovableSet
 
-CAUTION = "sort heads and can fall far short of large costs"
-HEAD_CAUTION = f"estimates of second order {CAUTION}"
+CAUTION = "sort heads roughly and can fall far short of large costs"
+HEAD_CAUTION = (
+    f"estimates of second order {CAUTION}. Their Spearman correlation with exact costs is 0.74 to 0.94 on "
+    'three models; importance "exact" states it for this model'
+)
 BLOCK_CAUTION = "an order at most: removing a block is a large change, and estimates can fall far short of it"
 ENTROPY = "the entropy of the predictions"
 TOLERANCE = 0.01
@@ -187,12 +193,39 @@ def _change(importance: ImportanceRecord, cost: float, loss: float) -> str:
 
 
 def estimate_words(
-    heads: Sequence[HeadImportance | None], blocks: Sequence[HeadImportance | None]
+    heads: Mapping[Address, HeadImportance], importance: ImportanceRecord
 ) -> list[tuple[str, str]]:
-    """Return pairs (title, caution) for heads and blocks whose costs are estimated."""
+    """Return pairs (title, words) on estimated costs: a caution, or their agreement with exact costs."""
     words = []
-    for name, importances, caution in (("heads", heads, HEAD_CAUTION), ("blocks", blocks, BLOCK_CAUTION)):
-        methods = [cost.method for cost in importances if cost is not None and math.isfinite(cost.cost)]
+    by_name: dict[str, Sequence[HeadImportance]] = {"heads": [*heads.values()], "blocks": importance.blocks}
+    for (name, importances), caution in zip(by_name.items(), (HEAD_CAUTION, BLOCK_CAUTION), strict=True):
+        methods = [cost.method for cost in importances if math.isfinite(cost.cost)]
         if "estimated" in methods:
             words.append((f"Estimated costs of {name}", caution))
+    both = {head: cost for head, cost in heads.items() if math.isfinite(cost.estimate + cost.exact)}
+    if len(both) > 2:
+        estimates, exact = np.array([(cost.estimate, cost.exact) for cost in both.values()]).T
+        head, worst = max(both.items(), key=lambda item: abs(item[1].estimate - item[1].exact))
+        text = (
+            f"Spearman {spearman(estimates, exact):.2f} with exact costs over {len(both)} heads; "
+            f"largest miss {head}: estimated {_percent(importance, worst.estimate)}, "
+            f"exact {_percent(importance, worst.exact)}"
+        )
+        words.append(("Estimates on this model", text))
     return words
+
+
+def spearman(first: Floats, second: Floats) -> float:
+    """Return Spearman's rank correlation, with mean ranks for ties. NaN if all values of one are equal.
+
+    Examples:
+        >>> spearman(np.array([1.0, 2.0, 3.0]), np.array([1.0, 9.0, 10.0]))
+        1.0
+    """
+    deviations = []
+    for values in (first, second):
+        _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
+        ranks = (counts.cumsum() - (counts - 1) / 2)[places]
+        deviations.append(ranks - ranks.mean())
+    scale = math.sqrt(math.prod(np.square(each).sum() for each in deviations))
+    return float(deviations[0] @ deviations[1]) / scale if scale else math.nan

@@ -64,7 +64,8 @@ def _no_removal(audit: "Audit") -> str:
         return ""
     limit = f"{searched.tolerance:.2%} of {audit.importance.reference_name}"
     if not searched.heads:
-        return f"No head can be removed at {limit}."
+        half = f"{searched.chosen_on} of {searched.chosen_on + searched.held_out} sequences"
+        return f"No heads to remove: none was found that costs at most {limit} on the {half} that choose."
     finding = next((finding for finding in audit.findings if finding.code == "REMOVABLE"), None)
     if finding is None or finding.remedy is None or not finding.remedy.no_action:
         return ""

@@ -76,7 +76,7 @@ def command(
             metavar="[auto|estimate|exact|none]",
             help="Measure the loss without each head. exact: remove heads one by one. estimate: use "
             "gradients, which sort heads; large losses can come out far too small. auto: exact for the demo, "
-            "else estimate.",
+            "else whichever takes fewer passes.",
         ),
     ] = None,
     importance_tolerance: Annotated[
@@ -192,7 +192,7 @@ def parse_importance(
     if how is not None:
         one_of("--importance", how, ("auto", "estimate", "exact", "none"))
     settings = ImportanceSettings(
-        exact=not only_loss and (how == "exact" or (how in (None, "auto") and is_demo)),
+        exact={"exact": True, "estimate": False}.get(how or "", (is_demo and not only_loss) or None),
         estimates=not only_loss,
         tolerance=tolerance,
         loss=one_of("--importance-loss", loss, LOSSES),  # type: ignore[arg-type]

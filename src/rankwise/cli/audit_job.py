@@ -64,7 +64,8 @@ class AuditJob:
         defaults = {field.name: field.default for field in fields(self)}
         if importance := given.pop("importance"):
             given["loss"] = not importance.estimates and not importance.exact
-            given["importance"] = None if given["loss"] else "exact" if importance.exact else "estimate"
+            methods = {True: "exact", False: "estimate", None: "auto"}
+            given["importance"] = None if given["loss"] else methods[importance.exact]
             defaults |= {"loss": False, "importance": None}
             for name in ("tolerance", "loss"):
                 given[f"importance_{name}"] = getattr(importance, name)

@@ -125,7 +125,8 @@ def _share(job: Job, layers: list[HeadProjections]) -> tuple[Plan, list[str], Im
 
 def _importance(job: Job, layers: list[HeadProjections], plan: Plan, **settings: Any) -> Importance:
     """Return the importance of heads, measured with the heads of a plan set to zero."""
-    chosen, group = ImportanceSettings(seed=job.seed, hold_out=False, **settings), _by_unit(layers, plan)
+    chosen = ImportanceSettings(exact=False, seed=job.seed, hold_out=False, **settings)
+    group = _by_unit(layers, plan)
     with zeroed(job.model, layers, plan):
         return measure_importance(job.model, job.batches, chosen, group=group, on_progress=job.on_step)
 

@@ -204,6 +204,8 @@ class GatedPasses:
         self.blocks: dict[str, GateSums] = {}
         self.draws = False
         """True if the model draws random numbers."""
+        self.removals = 0
+        """Number of heads and blocks."""
         self._finite: list[Tensor] = []
 
     def whole(self, blocks: Iterable[str] = (), *, gradients: bool = False) -> None:

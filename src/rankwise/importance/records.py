@@ -106,6 +106,8 @@ class ImportanceRecord(Record):
     probes: Count
     """Number of random projections of the output per batch."""
     seed: int
+    choice: str = ""
+    """Method and reason, if the settings left the choice of exact costs or estimates open."""
     blocks: list[BlockImportance] = Field(default_factory=list)
     removable: RemovableSet | None = None
     forward: Count = 0

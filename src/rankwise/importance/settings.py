@@ -18,7 +18,9 @@ class ImportanceSettings:
     With ``estimates=False``, and not ``exact``, the loss alone is measured, without costs of removal.
 
     Args:
-        exact: also remove heads one by one. For state-space channels, audits remove only measured channels.
+        exact: True also removes heads one by one; for state-space channels, audits remove only measured
+            channels. False only estimates. None removes them instead of estimating if that takes no more
+            time, counted in passes, or if no gradients flow.
         estimates: compute gradients.
         tolerance: allowed cost of removing a set of heads together, as a fraction of the loss. If the loss
             measures a change of the output, it is a fraction of the entropy of predictions or of the squared
@@ -35,7 +37,7 @@ class ImportanceSettings:
         InputError: if a value is out of its range.
     """
 
-    exact: bool = False
+    exact: bool | None = None
     estimates: bool = True
     tolerance: float | None = 0.01
     hold_out: bool = True
@@ -64,7 +66,7 @@ def importance_settings(value: ImportanceOption, tokenizer: Any = None) -> Impor
     if value is False:
         return None
     if value is True or value == "exact":
-        value = ImportanceSettings(exact=value == "exact")
+        value = ImportanceSettings(exact=True if value == "exact" else None)
     if not isinstance(value, ImportanceSettings):
         raise InputError(
             "`importance`", expected='True, False, "exact" or ImportanceSettings', got=repr(value),

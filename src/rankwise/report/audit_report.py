@@ -176,7 +176,9 @@ def _hints(audit: Audit) -> list[str]:
     If findings include an error, missing columns are not mentioned.
     """
     has_costs, by_command = any(head.importance for head in audit.heads), bool(audit.provenance.command)
-    reference = "" if audit.importance is None else audit.importance.reference_name
+    reference, choice = "", ""
+    if audit.importance is not None:
+        reference, choice = audit.importance.reference_name, audit.importance.choice
     exact = any(head.importance and head.importance.method == "exact" for head in audit.heads)
     costs = "cost of removing it" if exact else "estimated cost of removing it (can be far too low)"
     columns = (
@@ -185,13 +187,14 @@ def _hints(audit: Audit) -> list[str]:
         (any(head.random_rank >= 0 for head in audit.heads), "random heads: of random queries and keys"),
         (audit.states, "spread after: 0 = most tokens are parallel"),
         (has_costs, f"cheapest, costliest head: {costs}, as a share of {reference}"),
+        (choice, f"costs are {choice}"),
     )
-    passes = 1 + len(audit.heads).bit_length() + MORE_TRIES
+    passes = 20 + len(audit.heads).bit_length() + MORE_TRIES  # 2, and 9 backward ones that take as long as 18
     options = (
         (audit.at_init, "ranks at initialization", "--at-init", "at_init=True", "3 more audits"),
         (
             *(has_costs, "costs of removing heads", "--importance", "importance=True"),
-            f"≤ 9 backward, {passes} forward passes",
+            f"as long as ≤ {passes} forward passes per batch",
         ),
     )
     missing = [
@@ -322,12 +325,13 @@ def _importance(audit: Audit) -> Section:
     methods = " and ".join(sorted({cost.method for cost in costs})) or "not known"
     removable = ""
     if (heads := importance.removable) is not None:
-        removable = f"none was found at {heads.tolerance:.2%} of {importance.reference_name}"
+        limit = f"{heads.tolerance:.2%} of {importance.reference_name}"
+        removable = f"none was found at {limit} on the sequences that choose"
         removable = describe_removable(importance, heads, math.nan) if heads.heads else removable
     facts = [
         ("Loss", f"{importance.loss}: {whole}" if whole else importance.loss),
-        ("Costs of heads", f"{methods}; zero in a head's place"),
-        *estimate_words([head.importance for head in audit.heads], importance.blocks),
+        ("Costs of heads", f"{importance.choice or methods}; zero in a head's place"),
+        *estimate_words({head.id: head.importance for head in audit.heads if head.importance}, importance),
         *([("Heads that can be removed together", removable)] if removable else []),
         *(("Note", note) for note in importance.notes),
     ]
