@@ -41,7 +41,7 @@ class Heads:
         return IndexedMixing(whole, self.mixer.valid_tokens[self.row], self.mixer.valid_sources[self.row])
 
     def real(self, name: str) -> Any:
-        """Return query, key, values or output (H, T, K) in float64 without padding. None if it is unknown."""
+        """Return query, key or output (H, T, K) in float64 without padding. None if it is unknown."""
         tensor = getattr(self.mixer, name, getattr(self.mixer.operator, name, None))
         if tensor is None:
             return None

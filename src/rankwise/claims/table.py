@@ -129,25 +129,6 @@ def centered_logit_energy(run: Run) -> tuple[str, bool]:
     return _logits(run, centered=True)
 
 
-@claim("Selection (keys) takes fewer dimensions than values", "arXiv 2603.04427v1, abstract", "no number")
-def keys_against_values(run: Run) -> tuple[str, bool]:
-    """Components with 90 % of the energy of the keys of a head, against those of its values.
-
-    Keys as attention multiplies them, for each query head and sequence. The abstract has no number; holds if
-    keys need fewer in three quarters of the heads. The paper trains narrow keys and truncates key weights.
-    """
-    pairs = [[heads.real("key"), heads.real("values")] for heads in run.attention(queries=True)]
-    counts = [[components(torch.linalg.svdvals(x)) for x in pair] for pair in pairs if pair[1] is not None]
-    if not counts:
-        raise NotMeasurableError("the model does not show its values")
-    keys, values = (torch.cat(column) for column in zip(*counts, strict=True))
-    share, medians = (
-        float((keys < values).double().mean()),
-        f"{keys.median():.0f} against {values.median():.0f}",
-    )
-    return f"fewer in {share:.0%} of heads; median {medians}", share >= 0.75
-
-
 @claim("Heads with small outputs can be removed", "arXiv 2504.03889v4, abstract", "12 % of heads within 1 %")
 def dormant_heads(run: Run) -> tuple[str, bool]:
     """Rise of the loss on these data if the 12 % of heads with the least scores are removed together.
