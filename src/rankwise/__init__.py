@@ -10,6 +10,7 @@ from rankwise._internals import lazy_names
 
 if TYPE_CHECKING:
     from rankwise import auditing as auditing
+    from rankwise import claims as claims
     from rankwise import compression as compression
     from rankwise import errors as errors
     from rankwise import importance as importance

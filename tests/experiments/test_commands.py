@@ -93,7 +93,6 @@ def test_make_clean_removes_every_folder_that_git_ignores_but_data_and_runs() ->
 
 MISSING = {
     "memberships": "runs/vision: expected a model of the row tost, got none",
-    "replacement": "data/tiny_shakespeare/input.txt",
     "compress_minilm": "expected",
     "initial_ranks": "expected",
     "rank_saturation": "data/cifar10/cifar10.npz",

@@ -202,9 +202,9 @@ def test_operators_are_walked_a_block_at_a_time(monkeypatch):
     seen = []
     rows = SoftmaxMixing.rows_with_logits
 
-    def watched(self, start, stop, columns=None):
+    def watched(self, start, stop):
         seen.append(stop - start)
-        return rows(self, start, stop, columns)
+        return rows(self, start, stop)
 
     monkeypatch.setattr(SoftmaxMixing, "rows_with_logits", watched)
     monkeypatch.setitem(row_walk.BLOCK_BYTES, "cpu", 8 * 64 * 4)

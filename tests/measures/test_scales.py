@@ -51,6 +51,7 @@ SCALED = (
     *OF_DEGREE[1],
     lambda x: rm.rank_summary(x).sigma_max,
     lambda x: rm.absolute_spread(x[None])[0],
+    lambda x: rm.mean_norm(x[:1]),
     lambda x: rm.estimate_spectrum(x, probes=8, steps=4).sigma_max.value,
 )
 ELSEWHERE = {
@@ -58,8 +59,6 @@ ELSEWHERE = {
     "variational_rate": "eps has a size: test_the_rate_of_groups_at_any_size",
     "required_head_dim": "the tolerance has a size: test_required_width.py",
     "logit_moments": "no measure",
-    "query_norm": "of queries: test_logits.py",
-    "key_norm": "of keys: test_logits.py",
 }
 """Functions of `rankwise.measures` in neither list, with the reason."""
 whole_matrices = st.lists(

@@ -222,4 +222,4 @@ def spearman(first: Floats, second: Floats) -> float:
         _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
         ranks.append((counts.cumsum() - counts / 2)[places])
     with np.errstate(invalid="ignore"):
-        return float(np.corrcoef(ranks)[0, 1])
+        return float(np.asarray(np.corrcoef(ranks))[0, 1])

@@ -109,9 +109,10 @@ def measure_heads(
     nonfinite = np.isnan(sigma_max) & real.any(1, keepdims=True)
     statistics.nonfinite_sequences = nonfinite.sum(0).astype(np.float64)
     norms: dict[str, Floats] = {}
-    if isinstance(site.operator, operators.SoftmaxMixing):
-        norms["query_norm"] = measures.query_norm(site.operator, site.valid_tokens).cpu().numpy()
-        norms["key_norm"] = measures.key_norm(site.operator, site.valid_sources).cpu().numpy()
+    if isinstance(op := site.operator, operators.SoftmaxMixing):
+        norms["query_norm"] = measures.mean_norm(op.query, site.valid_tokens).cpu().numpy()
+        keys = measures.mean_norm(op.key, site.valid_sources).cpu().numpy()
+        norms["key_norm"] = keys.repeat(op.heads_per_group, axis=-1)
     for name, moments in statistics.measures.items():
         numbers = [norms[name]] if name in norms else [sequences.measures[name] for sequences in measured]
         values = by_sequence(numbers, complete=name in RANKS)
@@ -276,16 +277,17 @@ def _formed(operator: MixingOperator) -> operators.DenseMixing:
     tokens = operator.shape[-2]
     if operator.device.type != "cpu" or operator.shape[0] < 2:
         matrices, logits = operator.to(torch.float64).rows_with_logits(0, tokens)
-        return operators.DenseMixing(matrices, largest_logits=logits)
+        return operators.DenseMixing(matrices, largest_logits=logits.amax(-1, keepdim=True))
     matrices = torch.empty(operator.shape, dtype=torch.float64)
-    logits = torch.empty(operator.shape[:-1], dtype=torch.float64)
+    largest = torch.empty((*operator.shape[:-1], 1), dtype=torch.float64)
 
     def form(number: int) -> None:
         index = slice(number, number + 1)
-        matrices[index], logits[index] = operator[index].to(torch.float64).rows_with_logits(0, tokens)
+        matrices[index], logits = operator[index].to(torch.float64).rows_with_logits(0, tokens)
+        largest[index] = logits.amax(-1, keepdim=True)
 
     map_threads(form, range(operator.shape[0]))
-    return operators.DenseMixing(matrices, largest_logits=logits)
+    return operators.DenseMixing(matrices, largest_logits=largest)
 
 
 def _memberships(

@@ -5,7 +5,7 @@ import sys
 
 import typer
 
-from rankwise.cli import audit, compare, compress, convert, merge, plan, skip
+from rankwise.cli import audit, claims, compare, compress, convert, merge, plan, skip
 from rankwise.cli.options import OptionalValues
 
 __all__ = ["app", "main"]
@@ -18,7 +18,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-for module in (audit, merge, compare, plan, skip, compress, convert):
+for module in (audit, merge, compare, claims, plan, skip, compress, convert):
     # Rich keeps line breaks. Lines of paragraphs are joined, because a terminal can be narrow.
     paragraphs = re.sub(r"(?<!\n)\n(?![\n ])", " ", module.HELP)
     name = module.__name__.rpartition(".")[2]

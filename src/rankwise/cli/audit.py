@@ -27,6 +27,7 @@ model is audited in shards of its sequences, which are merged.
 
   rankwise audit
   rankwise audit gpt2 --text book.txt --tokens 512
+  rankwise audit gemma-3-270m-q4_k_m.gguf --text book.txt
   rankwise audit ./my-bert --dataset imdb:test:text --sequences 32 --at-init
   rankwise audit google/vit-base-patch16-224 --images photos/
   rankwise audit gpt2 --text book.txt --importance exact --importance-tolerance 0.02
@@ -44,7 +45,8 @@ def command(
         list[str] | None,
         typer.Argument(
             metavar="MODEL",
-            help="Hugging Face NAME or NAME@REVISION, folder, or module.py:factory; by default the demo.",
+            help="Hugging Face NAME or NAME@REVISION, folder, GGUF file, or module.py:factory; by default "
+            "the demo.",
         ),
     ] = None,
     text: options.Text = None,

@@ -174,15 +174,20 @@ def _copy_side_files(source: str, revision: str, folder: Path) -> list[str]:
     from transformers import AutoImageProcessor, AutoTokenizer
     from transformers.utils import cached_file
 
+    from rankwise.cli.load_gguf import gguf_location, read_once
+
     def copy(name: str) -> None:
         with suppress(OSError):
             file = cached_file(source, name, revision=revision, _raise_exceptions_for_missing_entries=False)
             if file:
                 shutil.copyfile(file, folder / name)
 
-    for kind in (AutoTokenizer, AutoImageProcessor):
-        with suppress(Exception):  # a model may lack the tokenizer or the image processor
-            kind.from_pretrained(source, revision=revision).save_pretrained(folder)
+    home, gguf_file = gguf_location(source)
+    for kind in (AutoTokenizer,) if gguf_file else (AutoTokenizer, AutoImageProcessor):
+        with suppress(Exception), read_once(source):  # a model may lack the tokenizer or the image processor
+            kind.from_pretrained(home, revision=revision, **gguf_file).save_pretrained(folder)
+    if gguf_file:
+        return []  # files next to it may belong to other models
     for name in SENTENCE_FILES:
         copy(name)
     modules = folder / "modules.json"

@@ -15,6 +15,7 @@ import typer
 from rankwise._internals.batches import batch_size, map_tensors
 from rankwise._internals.forward import config_value
 from rankwise.auditing.batches import ALL, LOSS_COPIES, Shard, evenly, longest_sequence, model_batches
+from rankwise.cli.load_gguf import gguf_location, read_once
 from rankwise.cli.load_images import find_images, load_image_processor, plain_processor, read_images
 from rankwise.cli.load_model import LoadedModel, split_factory
 from rankwise.errors import InputError, did_you_mean, first_line, need_package, readable_file
@@ -137,8 +138,12 @@ def _load_tokenizer(loaded: LoadedModel) -> Any:
         # Without this check, some tokenizers would be created empty, and read every text as unknown tokens.
         if Path(home).is_dir() and not any(map(TOKENIZER_FILE.search, os.listdir(home))):
             raise FileNotFoundError("no file of a tokenizer in this folder")
-        trusted = loaded.trust_remote_code
-        return AutoTokenizer.from_pretrained(home, revision=revision, trust_remote_code=trusted)
+        folder, gguf_file = gguf_location(home)
+        options = {"revision": revision, "trust_remote_code": loaded.trust_remote_code, **gguf_file}
+        with read_once(home):
+            return AutoTokenizer.from_pretrained(folder, **options)
+    except InputError:
+        raise
     except Exception as error:
         subject = f"tokenizer {home}" if loaded.tokenizer else f"tokenizer of {loaded.name}"
         expected, got = "the files of a tokenizer", f"{type(error).__name__}: {first_line(error)}"

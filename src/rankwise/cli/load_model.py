@@ -12,12 +12,13 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from rankwise.cli.load_gguf import as_plain_model, gguf_location, read_once
 from rankwise.cli.output import quiet_libraries
 from rankwise.errors import InputError, first_line, instance_of, one_of
 from rankwise.skips import load_skips
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "float64")}
-MODELS = "a folder with config.json and weights, a Hugging Face name, or module.py:factory"
+MODELS = "a folder with config.json and weights, a Hugging Face name, a GGUF file, or module.py:factory"
 OTHER_FOLDERS = {
     "adapter_config.json": (
         "an adapter of peft alone",
@@ -25,8 +26,9 @@ OTHER_FOLDERS = {
     ),
     "model_index.json": ("a pipeline of diffusers", "Pass one of its parts, such as {0}/text_encoder."),
     "modules.json": ("a model of sentence-transformers", "Pass its transformer, such as {0}/0_Transformer."),
+    "*.gguf": ("a folder with GGUF files", "Pass one of the files, such as {0}/model.gguf."),
 }
-"""What a folder without config.json holds, and what to do, by a file in it."""
+"""What a folder without config.json holds, and what to do, by the pattern of a file in it."""
 ASSETS = Path(__file__).parents[1] / "assets"
 """Folder with the bundled models, which `python -m experiments run train_demo` writes."""
 
@@ -105,11 +107,11 @@ def load_model(
     trust_remote_code: bool = False,
     tokenizer: str | None = None,
 ) -> LoadedModel:
-    """Load a model in evaluation mode from NAME or NAME@REVISION on the Hub, a folder or `module.py:factory`.
+    """Load a model in evaluation mode: NAME or NAME@REVISION on the Hub, folder, GGUF file, or factory.
 
-    λ-skips that are saved in the folder are applied. A factory takes no arguments. It returns a module, or a
-    module and its batches. The default device is the CPU. `device_map` is a name or device that
-    transformers knows, or JSON such as `{"module": "device", …}`.
+    λ-skips that are saved in the folder are applied. A factory, `module.py:factory`, takes no arguments. It
+    returns a module, or a module and its batches. The default device is the CPU. `device_map` is a name or
+    device that transformers knows, or JSON such as `{"module": "device", …}`.
     """
     quiet_libraries()
     placement = check_loading(spec, dtype, device, device_map, offload_folder)
@@ -210,21 +212,33 @@ def _from_transformers(
     from rankwise.compression import save  # registers compressed models
 
     for file, (got, fix) in OTHER_FOLDERS.items():
-        if (Path(spec) / file).is_file() and not (Path(spec) / "config.json").is_file():
+        if next(Path(spec).glob(file), None) and not (Path(spec) / "config.json").is_file():
             raise InputError(f"model {spec}", expected=MODELS, got=got, fix=fix.format(spec))
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "revision": revision or "main"}
+    home, gguf_file = gguf_location(spec)
+    options |= gguf_file
     try:
-        config = transformers.AutoConfig.from_pretrained(spec, **options)
-        homes = (transformers, models)
-        named = [getattr(home, name, None) for name in config.architectures or [] for home in homes]
-        kind = next((kind for kind in named if kind is not None), transformers.AutoModel)
-        if kind is not transformers.AutoModel:
-            options.pop("trust_remote_code")  # only Auto classes have this argument
-        options |= {"dtype": dtype if dtype == "auto" else DTYPES[dtype], "output_loading_info": True}
-        model, loading = kind.from_pretrained(spec, **options, **placement)
+        with read_once(spec) as gguf:
+            config = transformers.AutoConfig.from_pretrained(home, **options)
+            homes = (transformers, models)
+            named = [getattr(home, name, None) for name in config.architectures or [] for home in homes]
+            is_causal = gguf and type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+            auto = transformers.AutoModelForCausalLM if is_causal else transformers.AutoModel
+            kind = next((kind for kind in named if kind is not None), auto)
+            if kind is not auto:
+                options.pop("trust_remote_code")  # only Auto classes have this argument
+            options |= {"dtype": dtype if dtype == "auto" else DTYPES[dtype], "output_loading_info": True}
+            if gguf and hasattr(transformers, "GgufConfig"):  # versions without it always dequantize
+                options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+            model, loading = kind.from_pretrained(home, **options, **placement)
+            notes = [as_plain_model(model, gguf)] if gguf else []
+    except InputError:
+        raise
     except Exception as error:  # transformers raises OSError, ValueError, SafetensorError, KeyError, …
         got = " ".join(f"{type(error).__name__}: {error}".split())
         fix = "Save it again: `model.save_pretrained(folder)`" if Path(spec).exists() else "Check the name"
+        if gguf_file:
+            fix = "Pass the Hugging Face model that the file was made from"
         fix += ", pass module.py:factory, or add the option that the message names, as --trust-remote-code."
         raise InputError(f"model {spec}", expected=MODELS, got=got, fix=fix) from error
     if save.structure_of(model).changes:
@@ -235,7 +249,6 @@ def _from_transformers(
     commit = str(config_value(config, "_commit_hash") or revision or "")
     missing = tuple(sorted(loading.get("missing_keys", ())))
     inside = _missing_in_blocks(f"model {spec}", model, missing, loading.get("unexpected_keys", ()))
-    notes = []
     if missing:
         notes.append(f"{len(missing)} weights are not in the checkpoint and random, among them {missing[0]}")
     return LoadedModel(

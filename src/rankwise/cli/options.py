@@ -13,7 +13,9 @@ from rankwise.errors import RankwiseError
 
 Model = Annotated[
     str,
-    typer.Argument(metavar="MODEL", help="Hugging Face NAME or NAME@REVISION, folder, or module.py:factory."),
+    typer.Argument(
+        metavar="MODEL", help="Hugging Face NAME or NAME@REVISION, folder, GGUF file, or module.py:factory."
+    ),
 ]
 Text = Annotated[
     Path | None, typer.Option(help="Read this text file, or a .jsonl(.gz) file with one text per line.")

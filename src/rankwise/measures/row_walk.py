@@ -51,7 +51,7 @@ class RowWalk:
         plain = bool((scale == 1).all())
         for start, rows, logits in _blocks(operator):
             scaled = rows if plain else rows / scale
-            self.largest_logit = torch.maximum(self.largest_logit, logits.amax(-1))
+            self.largest_logit = torch.maximum(self.largest_logit, logits.amax(MATRIX))
             self.largest = torch.maximum(self.largest, rows.detach().abs().amax(MATRIX))
             self.size = torch.hypot(self.size, norm(scaled, MATRIX))
             for statistic in self.statistics:

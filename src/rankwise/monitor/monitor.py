@@ -31,7 +31,7 @@ from rankwise.auditing.match_findings import finding_changes
 from rankwise.auditing.records import Finding, HeadRecord
 from rankwise.auditing.remedies import remedy_text
 from rankwise.auditing.settings import AuditSettings, check_callable
-from rankwise.errors import InputError, first_line, one_of, whole_number
+from rankwise.errors import InputError, first_line, in_range, one_of, whole_number
 from rankwise.monitor.folder import AuditFolder
 
 if TYPE_CHECKING:
@@ -123,9 +123,10 @@ class RankMonitor:
         self.batches = _checked_probe(probe)
         self.every = whole_number("`every`", every, fix=f"Take {EVERY}.")
         codes = stop_on if isinstance(stop_on, Iterable) and not isinstance(stop_on, str) else [stop_on]
-        limits = [str(code) for code in codes if re.search("[<>=]", str(code))]
-        self.stop_on = frozenset(check_codes([str(code) for code in codes if str(code) not in limits]))
-        self.stop_logit = min(map(_logit_limit, limits), default=math.inf)
+        names = [str(code) for code in codes]
+        limits = [_logit_limit(name) for name in names if re.search("[<>=]", name)]
+        self.stop_on = frozenset(check_codes([name for name in names if not re.search("[<>=]", name)]))
+        self.stop_logit = min(limits, default=math.inf)
         """Largest logit above which training stops; infinity if ``stop_on`` has no limit."""
         self.folder = None if folder is None else Path(folder)
         self.history = History()
@@ -387,17 +388,15 @@ def _checked_probe(probe: Any) -> list[Batch]:
 
 
 def _logit_limit(condition: str) -> float:
-    """Return the limit in a condition such as "largest_logit > 100". Raise `InputError` if it is another."""
-    subject, expected = f"`stop_on` {condition!r}", f'a code, or "{STOP_LOGIT} > LIMIT" with LIMIT > 0'
+    """Return the limit in "largest_logit > 100". Raise `InputError` for another measure or no limit."""
     name, _, limit = condition.partition(">")
-    one_of(f"measure in {subject}", name.strip(), [STOP_LOGIT])
+    one_of(f"measure in `stop_on` {condition!r}", name.strip(), [STOP_LOGIT])
     try:
         number = float(limit)
     except ValueError:
         number = math.nan
-    if not 0 < number < math.inf:
-        raise InputError(subject, expected=expected, got=limit.strip() or "no limit", fix="Usual is 100.")
-    return number
+    fix = f'Write "{STOP_LOGIT} > 100".'
+    return in_range(f"limit in `stop_on` {condition!r}", number, "(0, inf)", fix=fix)
 
 
 def _step_number(step: Any) -> int:

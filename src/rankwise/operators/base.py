@@ -55,16 +55,13 @@ class MixingOperator(ABC):
     def rows(self, start: int, stop: int) -> Float[Tensor, "*batch R S"]:
         """Return rows ``start`` to ``stop`` of M, in float32 or float64."""
 
-    def rows_with_logits(
-        self, start: int, stop: int, columns: Bool[Tensor, " S"] | None = None
-    ) -> tuple[Float[Tensor, "*batch R S"], Float[Tensor, "*batch R"]]:
-        """Return rows ``start`` to ``stop`` of M, and the largest logit of each row.
+    def rows_with_logits(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Return rows ``start`` to ``stop`` of M (..., R, S), and their logits, of which M is the softmax.
 
-        A logit is the number of which the softmax is taken. Only entries that no mask hides count, and only
-        ``columns``, by default all: −∞ if a row has none. NaN if the logits are unknown.
+        Logits are −∞ where a mask hides an entry, and NaN if they are unknown.
         """
         rows = self.rows(start, stop)
-        return rows, rows.new_full(rows.shape[:-1], math.nan)
+        return rows, rows.new_full((), math.nan).expand(rows.shape)
 
     @abstractmethod
     def support_rows(self, start: int, stop: int) -> Bool[Tensor, "*batch R S"]:

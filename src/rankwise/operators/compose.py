@@ -183,18 +183,16 @@ class IndexedMixing(ComposedMixing):
         """Return kept rows ``start`` to ``stop`` of M, restricted to the kept columns."""
         return self._cut(self.operator.rows, start, stop)
 
-    def rows_with_logits(
-        self, start: int, stop: int, columns: Bool[Tensor, " S"] | None = None
-    ) -> tuple[Float[Tensor, "*batch R S"], Float[Tensor, "*batch R"]]:
-        """Return kept rows of M, restricted to the kept columns, and the largest logit of each row there."""
-        kept = (
-            self.column_mask
-            if columns is None
-            else self.column_mask.masked_scatter(self.column_mask, columns)
-        )
-        first, last, picked = self._span(start, stop)
-        rows, logits = self.operator.rows_with_logits(first, last, kept)
-        return rows[..., picked, :][..., self._columns], logits[..., picked]
+    def rows_with_logits(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Return kept rows ``start`` to ``stop`` of M and their logits, restricted to the kept columns."""
+        logits: list[Tensor] = []
+
+        def rows(first: int, last: int) -> Tensor:
+            both = self.operator.rows_with_logits(first, last)
+            logits.append(both[1])
+            return both[0]
+
+        return self._cut(rows, start, stop), self._cut(lambda *_: logits[0], start, stop)
 
     def support_rows(self, start: int, stop: int) -> Bool[Tensor, "*batch R S"]:
         """Return kept rows ``start`` to ``stop`` of the support of M, restricted to the kept columns."""
@@ -213,16 +211,11 @@ class IndexedMixing(ComposedMixing):
         return self.operator.apply_transposed(whole)[..., self._columns, :]
 
     def _cut(self, block: Callable[[int, int], Tensor], start: int, stop: int) -> Tensor:
-        first, last, picked = self._span(start, stop)
-        return block(first, last)[..., picked, :][..., self._columns]
-
-    def _span(self, start: int, stop: int) -> tuple[int, int, Tensor]:
-        """Return the rows of M that hold the kept rows ``start`` to ``stop``, and the kept rows in them."""
         picked = self._rows[start:stop]
         if not len(picked):
-            return 0, 0, picked
-        first = int(picked[0])
-        return first, int(picked[-1]) + 1, picked - first
+            return block(0, 0)[..., self._columns]
+        first, last = int(picked[0]), int(picked[-1]) + 1
+        return block(first, last)[..., picked - first, :][..., self._columns]
 
 
 def _pad_with_zeros(values: Tensor, kept: Tensor, size: int) -> Tensor:

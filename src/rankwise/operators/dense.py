@@ -16,8 +16,7 @@ class DenseMixing(MixingOperator):
         allowed: True at the entries that the mask allows to be non-zero, broadcastable to the matrix; by
             default, True at the non-zero entries. Pass a known mask, because a softmax entry that underflows
             is 0 although it is not masked.
-        largest_logits: largest logit of each row, (..., T), as `rows_with_logits` returns it; by default
-            unknown.
+        largest_logits: largest logit of each row that the mask allows, (..., T, 1); by default unknown.
 
     Raises:
         ShapeError: if the matrix has fewer than two axes or no entries, or the mask does not fit it.
@@ -48,11 +47,9 @@ class DenseMixing(MixingOperator):
             )
         self.matrix = matrix
         self.allowed = None if allowed is None else check_mask(allowed, matrix.shape, "allowed entries")
-        self.largest_logits = None
-        if largest_logits is not None:
-            self.largest_logits = check_mask(largest_logits[..., None], matrix.shape, "largest logits")[
-                ..., 0
-            ]
+        self.largest_logits = (
+            None if largest_logits is None else check_mask(largest_logits, matrix.shape, "largest logits")
+        )
         self.may_hide_columns = allowed is not None  # without a mask, zeros may be underflows
 
     @property
@@ -64,13 +61,12 @@ class DenseMixing(MixingOperator):
         """Return rows of the matrix."""
         return self.matrix[..., start:stop, :].to(compute_dtype(self.dtype))
 
-    def rows_with_logits(
-        self, start: int, stop: int, columns: Bool[Tensor, " S"] | None = None
-    ) -> tuple[Float[Tensor, "*batch R S"], Float[Tensor, "*batch R"]]:
-        """Return rows of the matrix and their largest logits, which hold for the columns of the capture."""
-        if self.largest_logits is None:
-            return super().rows_with_logits(start, stop, columns)
-        return self.rows(start, stop), self.largest_logits.expand(self.shape[:-1])[..., start:stop]
+    def rows_with_logits(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Return rows of the matrix, and for each entry the largest logit of its row."""
+        rows, logits = super().rows_with_logits(start, stop)
+        if self.largest_logits is not None:
+            logits = self.largest_logits.expand(self.shape)[..., start:stop, :]
+        return rows, logits
 
     def support_rows(self, start: int, stop: int) -> Bool[Tensor, "*batch R S"]:
         """Return True where the mask allows an entry; without a mask, where an entry is not exactly 0."""

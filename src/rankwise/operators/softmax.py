@@ -85,25 +85,17 @@ class SoftmaxMixing(MixingOperator):
 
     def rows(self, start: int, stop: int) -> Float[Tensor, "*batch R S"]:
         """Return rows ``start`` to ``stop`` of M, the softmax of their logits: O((stop − start) S K) time."""
-        logits = self._logits(start, stop)
-        return _softmax(logits, logits.amax(-1, keepdim=True))
+        return _softmax(self._logits(start, stop))
 
-    def rows_with_logits(
-        self, start: int, stop: int, columns: Bool[Tensor, " S"] | None = None
-    ) -> tuple[Float[Tensor, "*batch R S"], Float[Tensor, "*batch R"]]:
-        """Return rows ``start`` to ``stop`` of M, and the largest logit of each row in ``columns``."""
-        logits = self._logits(start, stop)
-        largest = logits.amax(-1, keepdim=True)
-        rows = _softmax(logits, largest)
-        # Boolean masks have made hidden logits −inf; a hidden logit with a finite bias is still finite.
-        if columns is not None or (self.mask is not None and self.mask.dtype != torch.bool):
-            allowed = self.support_rows(start, stop)
-            allowed = allowed if columns is None else allowed & columns
-            largest = logits.masked_fill(~allowed, -torch.inf).amax(-1, keepdim=True)
-        return rows, largest[..., 0]
+    def rows_with_logits(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Return rows of M and their logits: scaled products of queries and keys, plus the bias."""
+        logits, mask = self._logits(start, stop), self._mask_rows(start, stop)
+        rows = _softmax(logits)
+        if mask is not None and mask.dtype != torch.bool:
+            logits = logits.masked_fill(mask <= MASKED_BELOW, -torch.inf)
+        return rows, logits
 
-    def _logits(self, start: int, stop: int) -> Float[Tensor, "*batch R S"]:
-        """Return rows of the logits: scaled products of queries and keys, plus the bias of the mask."""
+    def _logits(self, start: int, stop: int) -> Tensor:
         work = compute_dtype(self.dtype)
         query, key = self.query[..., start:stop, :].to(work), self._repeat_groups(self.key.to(work))
         scores = (query * self.scale) @ key.mT
@@ -174,12 +166,9 @@ class SoftmaxMixing(MixingOperator):
         return tensor.repeat_interleave(self.heads_per_group, dim=-3) if self.heads_per_group > 1 else tensor
 
 
-def _softmax(logits: Tensor, largest: Tensor) -> Tensor:
-    """Return the softmax of rows of logits whose largest entries are known.
-
-    The softmax of a row of −inf is NaN; such a row is set to 0, as in torch's attention.
-    """
-    return torch.softmax(logits, dim=-1).masked_fill(largest.isneginf(), 0)
+def _softmax(logits: Tensor) -> Tensor:
+    """Return the softmax of rows. A row of −inf, whose softmax is NaN, is set to 0, as in torch."""
+    return torch.softmax(logits, dim=-1).masked_fill(logits.isneginf().all(-1, keepdim=True), 0)
 
 
 def hidden_by(bias: Tensor) -> Tensor:

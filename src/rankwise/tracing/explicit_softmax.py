@@ -172,13 +172,10 @@ class SoftmaxFollower:
                 first = source if weights.probabilities is None else weights.probabilities
                 self._weights[out] = replace(weights, probabilities=first)
         elif _still_weights(func, source, out) and (weights.compared or func not in STARTS_ANEW):
-            allowed = None if func in PRODUCTS else weights.allowed
+            call = func, args, kwargs, source, out
+            allowed = None if func in PRODUCTS else _through(weights.allowed, *call)
             mixed = func in PRODUCTS | STARTS_ANEW or len(sources) > 1
-            logits = None if mixed else weights.logits
-            allowed, logits = (
-                None if entries is None else entries.through(func, args, kwargs, source, out)
-                for entries in (allowed, logits)
-            )
+            logits = None if mixed else _through(weights.logits, *call)
             self._weights[out] = Weights(None, allowed, logits, weights.compared)
 
     def _product(
@@ -193,23 +190,23 @@ class SoftmaxFollower:
         matrix = operand.permute(*product.order)
         if weights.probabilities is not None:
             matrix = weights.probabilities.reshape(operand.shape).permute(*product.order)
-        allowed, logits = (
-            None
-            if entries is None
-            else entries.through(Tensor.permute, (operand, *product.order), {}, operand, matrix)
-            for entries in (weights.allowed, weights.logits)
-        )
+        call: tuple[Any, ...] = (Tensor.permute, (operand, *product.order), {}, operand, matrix)
         return SoftmaxProduct(
             matrix,
             product.values,
             product.output,
             product.axes,
-            allowed,
-            logits,
+            _through(weights.allowed, *call),
+            _through(weights.logits, *call),
             compared=weights.compared,
             values_compared=given in self._compared,
             values_learned=same_for_all(given, operand),
         )
+
+
+def _through(entries: Entries | None, *call: Any) -> Entries | None:
+    """Return `Entries.through` of a call, or None for None."""
+    return None if entries is None else entries.through(*call)
 
 
 def _mixes_heads(func: Function, scores: Tensor, out: Tensor, sizes: tuple[int, ...]) -> bool:

@@ -211,7 +211,7 @@ def captured_mixer(
             tokens, sources = mixing.lengths, F.pad(mixing.lengths, (0, added), value=True)
         if mixing.logits is not None and isinstance(operator, DenseMixing):
             hidden = ~(operator.support() & sources[:, None, None])
-            largest = mixing.logits.masked_fill(hidden, -torch.inf).amax(-1)
+            largest = mixing.logits.masked_fill(hidden, -torch.inf).amax(-1, keepdim=True)
             operator = DenseMixing(operator.matrix, operator.allowed, largest)
         window = not cross and not mixing.whole and is_window(operator, calls[-1])
         return CapturedMixer(
