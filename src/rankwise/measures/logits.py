@@ -5,7 +5,7 @@ import math
 from jaxtyping import Bool, Float64, Shaped
 from torch import Tensor
 
-from rankwise._internals.linalg import as_float64
+from rankwise._internals.linalg import as_float64, norm
 from rankwise.measures.registry import Mixing, measure
 from rankwise.measures.row_walk import RowShares, RowWalk, walk_rows
 
@@ -52,7 +52,7 @@ def mean_norm(
         >>> mean_norm(torch.tensor([[3.0, 4.0], [0.0, 1.0]])).item()
         3.0
     """
-    norms = as_float64(vectors.detach()).norm(dim=-1)
+    norms = norm(as_float64(vectors.detach()), (-1,))
     if real is None:
         return norms.mean(-1)
     real = real[:, None].to(norms.device)

@@ -174,7 +174,7 @@ class SoftmaxFollower:
         elif _still_weights(func, source, out) and (weights.compared or func not in STARTS_ANEW):
             call = func, args, kwargs, source, out
             allowed = None if func in PRODUCTS else _through(weights.allowed, *call)
-            mixed = func in PRODUCTS | STARTS_ANEW or len(sources) > 1
+            mixed = func in PRODUCTS | STARTS_ANEW | {torch.einsum} or len(sources) > 1
             logits = None if mixed else _through(weights.logits, *call)
             self._weights[out] = Weights(None, allowed, logits, weights.compared)
 
