@@ -15,6 +15,8 @@ MEASURES = {
     "row_entropy", "row_spread", "spread", "stable_rank", "variational_rate",
 }  # fmt: skip
 """Fields that are the mean, over sequences, of the function of `rankwise.measures` with the same name."""
+MAXIMA = {"largest_logit"}
+"""Fields that are the maximum, over sequences, of the function of `rankwise.measures` with the same name."""
 REFERENCES = {"uniform_rank"}
 """Fields that are the mean, over sequences, of the function of `rankwise.theory` with the same name."""
 
@@ -42,4 +44,4 @@ def test_a_field_and_a_function_of_one_name_mean_the_same() -> None:
         if module.name.endswith((".records", ".record", ".result", ".comparison", ".match_findings")):
             import_module(module.name)
     fields = {name for kind in records(Finding.__base__) for name in kind.model_fields}
-    assert fields & {*public_functions()} == MEASURES | REFERENCES
+    assert fields & {*public_functions()} == MEASURES | MAXIMA | REFERENCES
