@@ -11,7 +11,7 @@ audit.
 Hardware  one CPU core, a few minutes
 Expect    the random model and all-MiniLM collapse (COLLAPSE), and the repair removes the finding. The trained
           demo does not: its loss rises from 1.4 to 6, but its heads do not average, so that tokens stay apart
-          (direction spread 0.9 → 0.8); the same command restores its loss
+          (direction spread 0.93 → 0.76); the same command restores its loss
 """
 
 import shlex
@@ -146,14 +146,14 @@ def section(model: dict[str, Any]) -> str:
             strict=True,
         )
     ]
-    why = "the remedy of" if model["stages"][1]["remedy"] else "there is no remedy without"
+    why = "as the remedy of the" if model["stages"][1]["collapses"] else "there is no remedy without a"
     changes = takewhile(lambda line: not line.startswith("Changes by layer"), model["changes"])
     findings = "\n".join(changes).strip()
     return f"""## {model["name"]}
 
 {markdown_table(("model", "loss", "direction spread by layer", "COLLAPSE"), rows)}
 
-The repair ({why} a COLLAPSE), then the findings of `rankwise compare`, broken against repaired:
+The repair ({why} COLLAPSE), then the findings of `rankwise compare`, broken against repaired:
 
 ```text
 $ {model["command"]}
