@@ -39,12 +39,12 @@ MEASURES = {
     "mean_cosine": "spread of tokens of unit norm (by mean cosine)", "effective_rank": "effective rank",
 }  # fmt: skip
 """Measures to compare. The mean cosine orders runs as the spread of tokens scaled to unit norm does."""
-BORDERS = {"depth": (3.2, 3.0, 3.3), "skips-image": (0.11,)}
-"""A run learned if its last loss is below the first number, or its accuracy above it; others to try."""
+BORDERS = {"depth": 3.2, "skips-image": 0.11}
+"""A run learned if its last loss is below this number, or its accuracy above it."""
 THRESHOLDS, IN_A_ROW = (0.3, 0.1, COLLAPSE_SPREAD, 0.01, 0.001, STOP_SPREAD), (1, 2, 3, 5)
 BANDS = (0.0, COLLAPSE_SPREAD, 0.3, 1.0)
 FOLDER = Path("runs") / "collapse_rule"
-IMAGES = [label(*row) for row in product(("softmax", "linear", "s4d"), (-2, -1, 0, 1, 2))]
+IMAGES = [label(*row) for row in product(("softmax", "linear", "s4d"), (0, 1))]
 Reading = dict[str, Any]
 
 
@@ -76,8 +76,8 @@ def reading(name: str, run: Run) -> Reading:
     }
 
 
-def learned(run: Reading, border: int = 0) -> bool:
-    limit = BORDERS[run["experiment"]][border]
+def learned(run: Reading) -> bool:
+    limit = BORDERS[run["experiment"]]
     return bool(run["score"] < limit if run["experiment"] == DEPTH.name else run["score"] > limit)
 
 
@@ -91,9 +91,9 @@ def stop_step(run: Reading, threshold: float = STOP_SPREAD, audits: int = STOP_A
     return None
 
 
-def counts(runs: Sequence[Reading], threshold: float, audits: int, border: int = 0) -> list[str]:
+def counts(runs: Sequence[Reading], threshold: float, audits: int) -> list[str]:
     """Return failed runs that a rule stops, learned runs that it stops, and what it leaves of a training."""
-    good = [run for run in runs if learned(run, border)]
+    good = [run for run in runs if learned(run)]
     stops = [stop_step(run, threshold, audits) for run in runs if run not in good]
     left = [1 - step / runs[0]["lowest"][-1][0] for step in stops if step is not None]
     alarms = sum(stop_step(run, threshold, audits) is not None for run in good)
@@ -189,10 +189,6 @@ def tables(report: Report) -> dict[str, str]:
         (f"{limit:g}", str(audits), *counts(runs, limit, audits), *counts(images, limit, audits))
         for limit, audits in product(THRESHOLDS, IN_A_ROW)
     ]
-    borders = [
-        (f"{limit:g}", *counts(runs, STOP_SPREAD, STOP_AUDITS, at))
-        for at, limit in enumerate(BORDERS[DEPTH.name])
-    ]
     deep = [
         (
             run["model"],
@@ -210,7 +206,6 @@ def tables(report: Report) -> dict[str, str]:
         "number": f"{len(runs)} runs of `depth` and {len(images)} of `skips-image`",
         "bands": markdown_table(("", *(f"{low:g} to {high:g}" for low, high in pairwise(BANDS))), bands),
         "rules": markdown_table(columns, rules),
-        "borders": markdown_table(("border", *stopped), borders),
         "finding": f"{COLLAPSED_FAILED} of {COLLAPSED_RUNS}",
         "limit": f"{STOP_SPREAD:g} in {STOP_AUDITS} audits in a row",
         "floor": f"{min(value for run in runs if learned(run) for _, value in run['lowest'][1:]):.5f}",

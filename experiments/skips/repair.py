@@ -11,7 +11,7 @@ audit.
 Hardware  one CPU core, a few minutes
 Expect    the random model and all-MiniLM collapse (COLLAPSE), and the repair removes the finding. The trained
           demo does not: its loss rises from 1.4 to 6, but its heads do not average, so that tokens stay apart
-          (token spread 0.9 → 0.7); the same command restores its loss
+          (direction spread 0.93 → 0.76); the same command restores its loss
 """
 
 import shlex
@@ -76,7 +76,7 @@ def audit(model: Path, folder: Path, *, has_loss: bool) -> dict[str, Any]:
     collapses = [finding for finding in found.findings if finding.code == "COLLAPSE"]
     remedies = [step_code(finding.remedy, found.provenance) for finding in collapses if finding.remedy]
     stage: dict[str, Any] = {
-        "states": [layer.spread for layer in found.states],
+        "states": [layer.direction_spread for layer in found.states],
         "collapses": [[finding.severity, finding.evidence["blocks"]] for finding in collapses],
         "remedy": next(iter(remedies), None),
         "loss": None,
@@ -146,14 +146,14 @@ def section(model: dict[str, Any]) -> str:
             strict=True,
         )
     ]
-    why = "the remedy of" if model["stages"][1]["remedy"] else "there is no remedy without"
+    why = "as the remedy of the" if model["stages"][1]["collapses"] else "there is no remedy without a"
     changes = takewhile(lambda line: not line.startswith("Changes by layer"), model["changes"])
     findings = "\n".join(changes).strip()
     return f"""## {model["name"]}
 
-{markdown_table(("model", "loss", "token spread by layer", "COLLAPSE"), rows)}
+{markdown_table(("model", "loss", "direction spread by layer", "COLLAPSE"), rows)}
 
-The repair ({why} a COLLAPSE), then the findings of `rankwise compare`, broken against repaired:
+The repair ({why} COLLAPSE), then the findings of `rankwise compare`, broken against repaired:
 
 ```text
 $ {model["command"]}

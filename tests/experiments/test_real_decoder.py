@@ -1,5 +1,6 @@
 """Study of a real decoder: tokens are made equal as stated, and kept results support the page."""
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -84,3 +85,28 @@ def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "rankwise-gemma-3-270m").mkdir()
     (tmp_path / "rankwise-gemma-3-270m" / "model.safetensors").write_text("")
     assert real_models.require_gemma() == tmp_path / "rankwise-gemma-3-270m"
+
+
+def test_the_kept_results_support_the_page() -> None:
+    report = study.STUDY.kept()
+    runs = {name: model["forced"] for name, model in report["models"].items()}
+    assert [len(own) for own in runs.values()] == [10, 10, 10]
+    for run in (run for own in runs.values() for run in own):
+        assert ("COLLAPSE" in run["findings"]) == bool(run["after"])
+        assert run["states"][run["after"]]["direction_spread"] < 1e-3 or not run["after"]
+    for name, model in report["models"].items():
+        for audit in model["audits"]:
+            assert ("MASSIVE_TOKENS" in audit["findings"]) == ("Gemma" in name)
+            assert "COLLAPSE" not in audit["findings"]
+
+
+def test_numbers_of_the_conclusions_are_in_the_tables() -> None:
+    """Decimals of the page's conclusions are numbers of its tables, rounded; links lead to other pages."""
+    page = next(text for path, text in study.STUDY.files(study.STUDY.kept()).items() if path.suffix == ".md")
+    conclusions, _, tables = page.partition("## Audits")
+    decimal = r"(?<![\w.])\d+\.\d+"
+    known = {float(number) for number in re.findall(decimal, tables)}
+    said = re.findall(decimal, re.sub(r"\[[^]]*\]\([^)]*\)", "", conclusions.split("**COLLAPSE")[1]))
+    rounded = {f"{number:.{digits}f}" for number in known for digits in (1, 2, 3)}
+    assert [number for number in said if number not in rounded | {"0.001"}] == []
+    assert len(said) > 10

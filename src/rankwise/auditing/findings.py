@@ -53,7 +53,7 @@ IDENTITY_DISTANCE = 0.1
 # COLLAPSE: threshold on direction spread, the sine of the angle between the middle token and most tokens.
 # Halfway, COLLAPSED_RUNS training runs were below the threshold, of which COLLAPSED_FAILED did not learn
 # (docs/evidence/collapse-rule.md).
-COLLAPSE_SPREAD, COLLAPSED_RUNS, COLLAPSED_FAILED = 0.04, 40, 37
+COLLAPSE_SPREAD, COLLAPSED_RUNS, COLLAPSED_FAILED = 0.04, 33, 31
 # COLLAPSE also requires that direction spread has halved since the input, whose tokens may be similar.
 COLLAPSE_FALL = 0.5
 # INACTIVE_BLOCK: at most 1e-4 (0.01²) of the output's squared norm is orthogonal to the input.
