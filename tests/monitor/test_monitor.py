@@ -4,7 +4,7 @@ import logging
 
 import pytest
 import torch
-from tests.support.modules import Average
+from tests.support.modules import Average, GivenOperator, sites_of
 from tests.unchecked import unchecked
 from torch import Tensor, nn
 
@@ -13,6 +13,7 @@ from rankwise.auditing import History
 from rankwise.errors import InputError, RankwiseError
 from rankwise.monitor import logged_numbers
 from rankwise.monitor.monitor import STOP_AUDITS, STOP_SPREAD
+from rankwise.operators import DenseMixing
 
 WIDTH, TOKENS = 16, 10
 
@@ -281,6 +282,50 @@ def test_the_message_of_a_stop_has_the_layer_the_reading_and_an_action(caplog):
     assert f"at the lowest {stop.evidence['direction_spread_lowest']:.2g}" in line
 
 
+def test_a_limit_on_the_largest_logit_stops_a_training(caplog):
+    """The loss of this training rewards large weights of queries and keys in the second layer."""
+    model, limit = encoder(), 100.0
+    grown = model.layers[1].self_attn.in_proj_weight
+    optimizer, stop = torch.optim.SGD(model.parameters(), 0.1), f"largest_logit > {limit}"
+    monitor = rw.RankMonitor(probe(), every=2, stop_on=("NONFINITE", stop))
+    with caplog.at_level(logging.ERROR, "rankwise.monitor"):
+        for step in range(100):
+            monitor.step(model, step)
+            if monitor.stopped_by is not None:
+                break
+            loss = (model(probe()) - probe()).square().mean() - grown[: 2 * WIDTH].square().sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    *before, last = [[head.largest_logit for head in audit.heads] for audit in monitor.history.audits]
+    assert len(before) > 2
+    assert max(map(max, before)) <= limit < max(last)
+    stopped = monitor.stopped_by
+    assert stopped.code == "LARGEST_LOGIT"
+    [head] = [head for head in monitor.history.audits[-1].heads if head.id == stopped.where]
+    assert stopped.evidence == {"largest_logit": max(last), "limit": limit}
+    assert head.largest_logit == max(last)
+    [line] = [record.getMessage() for record in caplog.records]
+    assert f"step {step}: training stops on LARGEST_LOGIT, at {stopped.place}: " in line
+    assert f"layer {head.layer} head {head.head}" in stopped.place
+    count = f"{sum(logit > limit for logit in last)} of {len(last)}"
+    assert f"logit is {max(last):.4g}, above 100. Heads above this limit: {count}." in line
+    logged = logged_numbers(monitor.history.audits[-1])
+    assert logged["rank/heads_largest_logit/layers.01"] == max(last)
+    assert logged["rank/heads_query_norm/layers.01"] > 3 * logged["rank/heads_query_norm/layers.00"] > 0
+    assert {name.partition("/layers")[0] for name in logged} >= {"rank/heads_key_norm"}
+
+
+def test_a_limit_on_logits_of_a_model_without_logits_is_refused():
+    sites = sites_of(DenseMixing(torch.eye(TOKENS).expand(2, 1, -1, -1)))
+    monitor = rw.RankMonitor(probe(), stop_on="largest_logit > 100", sites=sites)
+    with pytest.raises(InputError, match="`stop_on`: expected a model with softmax attention, got no head"):
+        monitor.step(GivenOperator(), 0)
+    model = encoder()
+    model.layers[0].self_attn.in_proj_weight.data[0] = torch.nan
+    assert rw.RankMonitor(probe(), stop_on="largest_logit > 100").step(model, 0) is not None
+
+
 def test_findings_of_a_code_are_reported_on_one_line(caplog, monkeypatch):
     one, *_ = rw.audit(collapsing().eval(), [probe()]).findings
     sink, there = one.model_copy(update={"code": "SINK"}), {"where": type(one.where)(stack="", layer=2)}
@@ -346,6 +391,15 @@ def test_ctrl_c_during_an_audit_interrupts_training():
         ({"every": True}, "`every`"),
         ({"stop_on": ["COLAPSE"]}, "COLLAPSE"),
         ({"stop_on": 3}, "code 3"),
+        ({"stop_on": "largest_logits > 100"}, "expected .*largest_logit.*got .*largest_logits"),
+        ({"stop_on": "effective_rank > 3"}, "measure in `stop_on`.*expected .*largest_logit"),
+        ({"stop_on": ["COLLAPSE", "largest_logit < 100"]}, "measure in `stop_on`"),
+        ({"stop_on": "largest_logit > many"}, 'limit in `stop_on`.*Write "largest_logit > 100"'),
+        ({"stop_on": "largest_logit >"}, "limit in `stop_on`"),
+        ({"stop_on": "largest_logit > -1"}, "limit in `stop_on`.*got -1"),
+        ({"stop_on": "largest_logit > inf"}, "limit in `stop_on`.*got inf"),
+        ({"stop_on": "largest_logit > nan"}, "limit in `stop_on`.*got nan"),
+        ({"stop_on": "largest_logit"}, "largest_logit"),
         ({"log": "wandb"}, "`log`"),
     ],
 )

@@ -40,7 +40,7 @@ def test_the_trainer_logs_numbers_and_trains_the_same_bits(tmp_path):
     alone = trainer_of(bert(), str(tmp_path))
     alone.train()
     watched = trainer_of(bert(), str(tmp_path))
-    monitor = rw.RankMonitor(probe(), every=2, folder=tmp_path / "rank")
+    monitor = rw.RankMonitor(probe(), every=2, folder=tmp_path / "rank", stop_on="largest_logit > 1e9")
     monitor.attach(watched)
     watched.train()
     pairs = zip(watched.model.parameters(), alone.model.parameters(), strict=True)
@@ -54,6 +54,7 @@ def test_the_trainer_logs_numbers_and_trains_the_same_bits(tmp_path):
     assert losses[0] == losses[1]
     assert len(losses[0]) == 5
     assert any(name.startswith("rank/states_spread/") for name in logged[4])
+    assert any(name.startswith("rank/heads_largest_logit/") for name in logged[4])
     assert (tmp_path / "rank" / "index.html").is_file()
 
 

@@ -154,8 +154,9 @@ class RankMonitor:
 
         Raises:
             CaptureError: at the first call, if no mixer of the model can be captured.
-            InputError: if the step is not a whole number. At the first call, if the folder cannot be used or
-                the model fails on the probe, except for lack of memory.
+            InputError: if the step is not a whole number. At the first call, if the folder cannot be used, if
+                the model fails on the probe, except for lack of memory, or if ``stop_on`` has a limit for
+                logits and the model has no known logits.
             KeyboardInterrupt: if Ctrl-C interrupts the audit, which is then discarded.
         """
         step, first = _step_number(step), self._last_step is None
@@ -176,6 +177,13 @@ class RankMonitor:
         result, new = None, list[Finding]()
         try:
             result = self._audit(model)
+            unknown = [
+                math.isnan(head.largest_logit) and not head.nonfinite_sequences for head in result.heads
+            ]
+            if first and self.stop_logit < math.inf and all(unknown):
+                fix = f"Leave {STOP_LOGIT!r} out of `stop_on`."
+                got = "no head with known logits"
+                raise InputError("`stop_on`", expected="a model with softmax attention", got=got, fix=fix)
             new = self._new_findings(result)
             self.history.add(step, result)
         except Exception as error:
@@ -243,8 +251,8 @@ class RankMonitor:
         if not above:
             return None
         head = max(above, key=lambda head: head.largest_logit)
-        meaning = f"The largest attention logit is {head.largest_logit:.4g}, above {self.stop_logit:g}"
-        meaning += f"; so are those of {len(above) - 1} other heads." if len(above) > 1 else "."
+        meaning = f"The largest attention logit is {head.largest_logit:.4g}, above {self.stop_logit:g}. "
+        meaning += f"Heads above this limit: {len(above)} of {len(heads)}."
         evidence = {STOP_LOGIT: head.largest_logit, "limit": self.stop_logit}
         code, where = STOP_LOGIT.upper(), head.id
         return Finding(code=code, severity="error", where=where, evidence=evidence, meaning=meaning)
