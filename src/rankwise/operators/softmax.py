@@ -168,7 +168,7 @@ class SoftmaxMixing(MixingOperator):
 
 def _softmax(logits: Tensor) -> Tensor:
     """Return the softmax of rows. A row of −inf, whose softmax is NaN, is set to 0, as in torch."""
-    return torch.softmax(logits, dim=-1).masked_fill(logits.isneginf().all(-1, keepdim=True), 0)
+    return torch.softmax(logits, dim=-1).masked_fill(logits.amax(-1, keepdim=True).isneginf(), 0)
 
 
 def hidden_by(bias: Tensor) -> Tensor:
