@@ -280,12 +280,14 @@ class HeadMeasures(Record):
         title="Norm of queries", formula="mean of ‖q_i‖ over the queries that enter the product q_i·k_j",
         range=POSITIVE, low="all zero", high="large", digits=1, cost="O(T K)", kinds=("softmax",),
         known_only=True, drawn=False,
-        meaning="Mean norm of queries, after norms and rotation and before the factor of the logits.",
+        meaning="Mean norm of queries, after norms and rotation and before the factor of the logits; NaN if "
+        "the attention is not fused.",
     )] = math.nan
     key_norm: Annotated[Number, HeadMeasure(
         title="Norm of keys", formula="mean of ‖k_j‖ over the keys that enter the product q_i·k_j",
         range=POSITIVE, low="all zero", high="large", digits=1, cost="O(S K)", kinds=("softmax",),
-        known_only=True, drawn=False, meaning="Mean norm of keys, after norms and rotation.",
+        known_only=True, drawn=False,
+        meaning="Mean norm of keys, after norms and rotation; NaN if the attention is not fused.",
     )] = math.nan
     sigma_max: Annotated[Number, HeadMeasure(
         title="Largest singular value", short="σ max", symbol="σ_max", formula="σ_1", range=POSITIVE,

@@ -135,6 +135,7 @@ def _blocks(operator: MixingOperator) -> Iterator[tuple[int, Rows, Tensor]]:
     step = max(1, limit // (8 * max(math.prod(batch), 1) * sources))
     for start in range(0, tokens, step):
         rows, logits = operator.rows_with_logits(start, min(start + step, tokens))
+        logits = logits if logits.stride(-1) else logits[..., :1]  # an expanded column, slow to reduce
         yield start, rows.to(torch.float64), logits.to(torch.float64)
 
 
