@@ -38,7 +38,6 @@ LINEAR = LinearAttentionMixing(draw(2, 3, 12, 4).exp(), draw(2, 3, 12, 4, seed=1
 SHIFTS = ToeplitzMixing(draw(2, 3, 12))
 STATE_MEASURES = (
     "absolute_spread",
-    "coding_rate",
     "direction_spread",
     "effective_rank_without_massive",
     "largest_norm_ratio",

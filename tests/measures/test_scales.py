@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from tests.measures.measure_cases import FUNCTIONS, close
 
 import rankwise.measures as rm
-from rankwise.errors import RankwiseError
 from rankwise.measures import MEASURES
 
 EXACT = Context(prec=1400, Emin=-(10**6), Emax=10**6)  # squares of sums of 1e308 and 5e-324 have 1,300 digits
@@ -174,38 +173,6 @@ def test_rows_and_tokens_of_many_sizes(x):
         close(rm.spread(x[None])[0], over(apart, size), rtol=RTOL, atol=5e-324)
         if pairs:
             close(rm.mean_cosine(x[None])[0], float(alike / pairs), rtol=0, atol=RTOL)
-
-
-def rate(x: torch.Tensor, eps: float) -> float:
-    """½ log det(I + D/(nε²) Z Zᵀ), the determinant of at most 3×3 without a rounding that counts."""
-    with localcontext(EXACT):
-        m, factor = decimals(x), Decimal(x.shape[1]) / (len(x) * Decimal(eps) ** 2)
-        gram = [[factor * sum(p * q for p, q in zip(a, b, strict=True)) + (a is b) for b in m] for a in m]
-        if len(gram) == 2:
-            (a, b), (c, d) = gram
-            determinant = a * d - b * c
-        else:
-            (a, b, c), (d, e, f), (g, h, i) = gram
-            determinant = a * (e * i - f * h) - b * (d * i - f * g) + c * (d * h - e * g)
-        return float(SHORT.ln(determinant) / 2)
-
-
-@settings(max_examples=20)
-@given(x=mixed_matrices(), eps=st.sampled_from([0.5, 1e-3, 1e3]))
-def test_a_coding_rate_is_right_or_refused(x, eps):
-    try:
-        got = rm.coding_rate(x[None], eps)
-    except RankwiseError:
-        assert x.abs().max() / eps > 1e7  # nobody is refused below
-    else:
-        close(got[0], rate(x, eps), rtol=1e-6, atol=5e-324)
-
-
-def test_equal_tokens_of_size_1e20_have_no_rate_to_tell():
-    """σ_2 is 0, and rounding gives it 1e4: half of the rate found before."""
-    x = torch.full((1, 3, 3), 1e20, dtype=torch.float64) * torch.tensor([[[1.0], [0.1], [0.3]]]).double()
-    with pytest.raises(RankwiseError, match=r"`coding_rate`.*rounding"):
-        rm.coding_rate(x)
 
 
 @pytest.mark.parametrize("power", [-540, -300, 300, 520, 1000])

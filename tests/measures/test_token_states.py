@@ -11,16 +11,14 @@ from tests.measures.measure_cases import (
     close,
     normal,
     rotation,
-    sigma_tolerance,
     sum_tolerance,
     token_batches,
 )
 from tests.unchecked import unchecked
 
-from rankwise.errors import RankwiseError, ShapeError
+from rankwise.errors import ShapeError
 from rankwise.measures import (
     absolute_spread,
-    coding_rate,
     direction_spread,
     effective_rank,
     effective_rank_without_massive,
@@ -231,48 +229,6 @@ def test_an_update_leaves_padding_out():
 def test_states_of_two_shapes_are_refused():
     with unchecked(), pytest.raises(ShapeError, match=r"one shape before and after, got \(1, 2, 3\)"):
         relative_update(torch.ones(1, 2, 3), torch.ones(1, 2, 4))
-
-
-# --- coding rate ----------------------------------------------------------------------------------------
-
-distortions = st.floats(0.05, 5)
-
-
-def rate_tolerance(x, eps):
-    """σ² moves by c·n·u·σ_1², so each of n logarithms by at most that times D/(nε²)."""
-    top = x.square().sum((1, 2)).max().item() * x.shape[2] / (x.shape[1] * eps**2)
-    return 4 * sigma_tolerance(x) * max(x.shape[1:]) * (1 + top)
-
-
-@given(x=token_batches(), eps=distortions)
-def test_the_rate_is_both_determinants(x, eps):
-    _, tokens, width = x.shape
-    weight = width / (tokens * eps**2)
-    by_tokens = torch.eye(tokens, dtype=torch.float64) + weight * x @ x.mT
-    by_features = torch.eye(width, dtype=torch.float64) + weight * x.mT @ x
-    for gram in (by_tokens, by_features):
-        close(
-            coding_rate(x, eps), torch.linalg.slogdet(gram).logabsdet / 2, rtol=0, atol=rate_tolerance(x, eps)
-        )
-
-
-def test_known_rates():
-    assert coding_rate(torch.zeros(2, 3, 4)).tolist() == [0, 0]
-    close(coding_rate(torch.eye(4)[None], eps=0.5), [4 * math.log(5) / 2], rtol=1e-15)
-    close(coding_rate(torch.tensor([[[3.0]]]), eps=1.0), [math.log(10) / 2], rtol=1e-15)
-
-
-def test_small_directions_next_to_large_directions_are_coded():
-    """A determinant of I + ZZᵀ in float64 loses the 1 next to 1e20."""
-    x = torch.diag(torch.tensor([1e10, 1.0], dtype=torch.float64)) @ rotation(2, seed=1)
-    # D/n = 1, ε = 1: ½ log(1 + 1e20) + ½ log 2; σ_2 is known to 1e-16·1e10
-    close(coding_rate(x[None], eps=1.0), [math.log(1e10) + math.log(2) / 2], rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("eps", [0.0, -0.5, math.nan, math.inf])
-def test_an_eps_that_is_not_positive_and_finite_is_refused(eps):
-    with pytest.raises(RankwiseError, match="`eps`: expected a number in \\(0, ∞\\)"):
-        coding_rate(torch.ones(1, 2, 3), eps=eps)
 
 
 # --- variational rate -----------------------------------------------------------------------------------

@@ -177,8 +177,9 @@ def removable(measured: Measured) -> Iterator[Finding]:
         evidence = {"heads": len(removable.heads), **numbers, "parameters": saved}
         words = describe_removable(importance, removable, saved)
         place = Address() if len(removable.heads) > 1 else removable.heads[0]
-        price = f"these cost {removable.relative:+.2%} on held-out sequences{interval_words(removable)}"
-        remedy = removal_remedy(importance, saved, removable.relative, removable.tolerance, f" ({price})")
+        price = f" (these cost {removable.relative:+.2%} on held-out sequences{interval_words(removable)})"
+        price = price if removable.held_out else ""
+        remedy = removal_remedy(importance, saved, removable.relative, removable.tolerance, price)
         yield _finding("REMOVABLE", place, evidence, words, remedy=remedy)
 
 
@@ -274,11 +275,13 @@ def massive_tokens(measured: Measured) -> Iterator[Finding]:
         if states:
             state = max(states, key=lambda state: state.largest_norm_share)
             place = state.largest_position
+            plural = "" if state.blocks == 1 else "s"
+            where = f"After {state.blocks} block{plural}" if state.blocks else "At the input"
             token = "one token" if place is None else f"token {place}" if place else "the first token"
             words = (
-                f"After block {state.blocks - 1} {token} has {state.largest_norm_ratio:.0f} times the median "
-                f"norm and {state.largest_norm_share:.0%} of ‖Y‖². This is normal in large decoders. "
-                f"It raises μ and μ/‖Y‖, and lowers the effective rank to {state.effective_rank:.3g}, from "
+                f"{where} {token} has {state.largest_norm_ratio:.0f} times the median norm and "
+                f"{state.largest_norm_share:.0%} of ‖Y‖². This is normal in large decoders. μ, μ/‖Y‖ and the "
+                f"effective rank depend on such tokens: the rank is {state.effective_rank:.3g}, and "
                 f"{state.effective_rank_without_massive:.3g} without tokens above ten times the median norm. "
                 "Direction spread and mean cosine do not depend on norms."
             )

@@ -60,10 +60,8 @@ def _with_removal_cost(
         words = f"the estimated cost of removal is {percent}. Such estimates {CAUTION}."
     if finding.remedy is not None and finding.remedy.no_action:
         remedy = finding.remedy
-    elif share <= 0:
-        remedy = Remedy(
-            no_action="removing it costs nothing" + ("" if exact else ", by estimate"), costs=share
-        )
+    elif share == 0:
+        remedy = Remedy(no_action="the loss does not depend on it", costs=share)
     elif math.isnan(share):
         remedy = Remedy(no_action=f"{importance.reference_name}, which costs are compared with, is 0")
     elif not exact:

@@ -377,7 +377,7 @@ class StateMeasures(Record):
         title="Largest norm over median norm", short="Norm ratio", formula="max_i ‖y_i‖ / median_j ‖y_j‖",
         range=POSITIVE._replace(text="[1, ∞)", low=1.0), low="norms are alike", high="one huge token",
         digits=1, cost="O(T D)", drawn=False, function="largest_norm_ratio",
-        meaning="Norm of the largest token in units of the median norm. In large decoders it is 10 to 1,000.",
+        meaning="Norm of the largest token in units of the median norm; often above 10 in decoders.",
     )] = math.nan
     largest_norm_share: Annotated[Number, StateMeasure(
         title="Share of the largest token in ‖Y‖²", short="Norm share", formula="max_i ‖y_i‖²/‖Y‖²",

@@ -139,7 +139,7 @@ def removal_remedy(
     if importance.is_chance:
         reason = "the model predicts hardly better than chance: no head matters"
     elif math.isnan(costs):
-        reason = "no sequence was held out to price it; audit two or more"
+        reason = "no sequence was held out to price it"
     elif costs > tolerance:
         reason = f"the held-out cost of {costs:+.2%} exceeds the tolerance of {tolerance:.2%}"
     return remedy.model_copy(update={"no_action": reason})

@@ -1,4 +1,4 @@
-"""Run a model, and give claims its heads and token states by sequence."""
+"""Run a model, and return its heads and token states by sequence."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -120,6 +120,7 @@ def run_batches(model: nn.Module, batches: Sequence[Any]) -> Run:
     for mixer in trace.mixers:
         run.kinds.add(mixer.kind)
         if not mixer_kind(mixer.kind).rows_are_means or mixer.kind == "linear" or mixer.cross:
+            run.why_none = f"attention is {'cross' if mixer.cross else mixer.kind} attention"
             continue
         if len(mixer.valid_tokens) != mixer.sequences:
             run.why_none = "attention mixes parts of sequences one by one"

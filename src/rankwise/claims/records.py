@@ -23,4 +23,4 @@ class CheckedClaim(Record):
     reason: str = ""
     """Reason why the claim cannot be measured."""
     definition: str
-    """What is measured, when the claim holds, and how both differ from the paper."""
+    """Measured quantity, condition under which the claim holds, and how both differ from the paper."""

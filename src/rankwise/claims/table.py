@@ -122,9 +122,10 @@ def logit_energy(run: Run) -> tuple[str, bool]:
 
 @claim("… of the part of the logits that softmax sees", "as above, keys centered here", "90 % in 2 to 11")
 def centered_logit_energy(run: Run) -> tuple[str, bool]:
-    """As above, after the mean key is subtracted from all keys. It adds a constant to the logits of a row.
+    """Like the claim on the energy of logits, after the mean key is subtracted from all keys.
 
-    Softmax ignores this constant. The abstract does not say if the paper subtracts it.
+    The mean key adds a constant to the logits of a row, which softmax ignores. The abstract does not say if
+    the paper subtracts it.
     """
     return _logits(run, centered=True)
 
@@ -144,7 +145,7 @@ def dormant_heads(run: Run) -> tuple[str, bool]:
         scores |= {calls[0].mixer.address(head): float(x) for head, x in enumerate(norm / norm.mean())}
     if 0.12 * len(scores) < 1:
         raise NotMeasurableError(f"12 % of {len(scores)} heads with known outputs is less than one")
-    chosen = sorted(scores, key=lambda head: scores[head])[: math.ceil(0.12 * len(scores))]
+    chosen = sorted(scores, key=lambda head: scores[head])[: int(0.12 * len(scores))]
     loss = model_loss(run.model, run.batches)
     if loss.compares_outputs:
         raise NotMeasurableError("the model has no loss on these data")
@@ -182,7 +183,10 @@ def barrier_at_initialization(run: Run) -> tuple[str, bool]:
 
 @claim("… and trained attention has it too", RANK_PAPER, "rank at most 0.63 n")
 def barrier_after_training(run: Run) -> tuple[str, bool]:
-    """As above, on the model as it is. The theorem is about random weights; the abstract does not say so."""
+    """Like the barrier at initialization, on the model as it is.
+
+    The theorem is about random weights; the abstract does not say so.
+    """
     return _barrier(run)
 
 
@@ -267,7 +271,7 @@ def _entropy(tokens: Float64[Tensor, "T D"]) -> float:
     return float(torch.special.entr(energy / energy.sum()).sum()) / math.log(min(tokens.shape))
 
 
-@claim("Skip connections prevent collapse with depth", SKIP_PAPER, "collapse at λ = 0")
+@claim("Tokens stay apart through depth", SKIP_PAPER, "with skips; not at λ = 0")
 def no_collapse_with_depth(run: Run) -> tuple[str, bool]:
     """Direction spread of token states: the sine of the middle angle between a token and the mean direction.
 
@@ -285,12 +289,13 @@ def affine_rank(run: Run) -> tuple[str, bool]:
     """Rank of the tokens minus their mean, before and after each LayerNorm, for each sequence of a batch.
 
     In float64, from the numbers that the LayerNorm read: singular values above 1e-10·σ₁ count, which is far
-    above rounding. Holds if ranks are equal in every call. RMSNorm is no LayerNorm.
+    above rounding. Holds if ranks are equal in every call. RMSNorm is not a LayerNorm. Padding counts as
+    tokens.
     """
     pairs = []
     for norm, given in run.layer_norms:
-        if given.dim() == 3 and given.shape[1] >= MIN_TOKENS and bool(given.isfinite().all()):
-            before = as_float64(given)
+        if given.dim() == 3 and given.shape[1] >= MIN_TOKENS:
+            before = as_float64(given[given.isfinite().all(-1).all(-1)])
             both = before, deepcopy(norm).to(before.device, before.dtype)(before)
             ranks = [torch.linalg.matrix_rank(x - x.mean(1, keepdim=True), rtol=1e-10) for x in both]
             pairs.append(torch.stack(ranks, -1))

@@ -25,7 +25,8 @@ def command(
         str | None,
         typer.Argument(
             metavar="MODEL",
-            help="Hugging Face NAME or NAME@REVISION, folder, or module.py:factory; by default the demo.",
+            help="Hugging Face NAME or NAME@REVISION, folder, GGUF file, or module.py:factory; "
+            "by default the demo.",
         ),
     ] = None,
     text: options.Text = None,

@@ -106,7 +106,7 @@ def measure_importance(
     decides = settings.exact is None
     say = on_progress or (lambda what: None)
     capturing: dict[str, Any] = {"sites": sites, "blocks": blocks}
-    passes, placed = _start(model, every, settings, capturing, say)
+    passes, placed = _start(model, every, settings, capturing, say, heads)
     if decides:
         settings, choice = _choose_method(passes)
         passes.settings = settings
@@ -231,15 +231,19 @@ def _start(
     settings: ImportanceSettings,
     capturing: dict[str, Any],
     say: Callable[[str], None],
+    chosen: Mapping[Address, Sequence[int]] | None = None,
 ) -> tuple[GatedPasses, dict[str, tuple[str, int]]]:
-    """Run the first batch and choose a loss. Return the passes, and the stack and layer of each block."""
+    """Run the first batch and choose a loss. Return the passes, and the stack and layer of each block.
+
+    ``chosen`` are the heads to remove one by one, as in `measure_importance`.
+    """
     say("the first batch, to see its output")
     inputs = drop_unused_labels(model, every[0])[0]
     placed: dict[str, tuple[str, int]] = {}
     heads: dict[Address, int] = {}
 
     def count(site: CapturedMixer) -> None:
-        heads[site.address()] = site.operator.shape[-3]
+        heads[site.address()] = len((chosen or {}).get(site.address(), range(site.operator.shape[-3])))
 
     def note(state: CapturedState) -> None:
         # state i + 1 is the output of block i; a block whose output was not seen cannot be removed
@@ -258,7 +262,7 @@ def _start(
 
 
 def _choose_method(passes: GatedPasses) -> tuple[ImportanceSettings, str]:
-    """Return settings that ask for exact costs or for estimates, whichever takes less time, and the reason.
+    """Return settings that request exact costs or estimates, whichever takes less time, and the reason.
 
     Both run the whole model once and search for a removable set, so these passes do not count.
     """

@@ -163,14 +163,17 @@ class GateSums:
         self.unreached = False
         """True if no gradient or an incomplete gradient reached the gates."""
 
-    def add(self, rows: Floats, choosing: Floats, probes: int = 0) -> None:
-        """Add gradients (B, gates) of the losses, or of one of ``probes`` random projections of outputs."""
-        for part, gradients in enumerate((rows, choosing)):
-            squares = np.square(gradients).sum(0)
+    def add(self, rows: Floats, choosing: Floats, share: float = 1.0, probes: int = 0) -> None:
+        """Add gradients (B, gates) of the losses, or of one of ``probes`` random projections of outputs.
+
+        ``share`` is the share of the sums of ``choosing`` that counts.
+        """
+        for part, (gradients, weight) in enumerate(((rows, 1.0), (choosing, share))):
+            squares = weight * np.square(gradients).sum(0)
             if probes:
                 self.curvature[part] += squares / probes
             else:
-                self.gradient[part] += gradients.sum(0)
+                self.gradient[part] += weight * gradients.sum(0)
                 self.squares[part] += squares
 
 
@@ -314,10 +317,12 @@ class GatedPasses:
                     sums.unreached = True
                 else:
                     rows[sums] = rows.get(sums, 0.0) + _by_sequence(gradient, finite)
+            number, probes = int(finite.sum()), self.probes if probe else 0
             for sums, summed in rows.items():
-                # a sum over sequences cannot be taken apart: each half gets its share
-                apart = len(summed) == int(finite.sum())
-                sums.add(summed, summed[first::step] if apart else summed / step, self.probes if probe else 0)
+                if len(summed) == number:
+                    sums.add(summed, summed[first::step], probes=probes)
+                else:  # a sum over sequences cannot be taken apart: the choosing half gets its share
+                    sums.add(summed, summed, len(range(first, number, step)) / number, probes)
 
     def estimates(self, sums: GateSums | None, gates: int, part: int = 0) -> list[dict[str, float]]:
         """Return the estimates per gate as fields of `HeadImportance`. Without gradients, dicts are empty.

@@ -7,15 +7,13 @@ from jaxtyping import Bool, Float, Float64, Shaped
 from torch import Tensor
 
 from rankwise._internals.linalg import MATRIX, mean_distance, norm, ratio, unit_scale
-from rankwise.errors import RankwiseError, ShapeError, in_range
-from rankwise.measures.dense_spectrum import map_parts, scaled_svd
+from rankwise.errors import ShapeError
 from rankwise.measures.rank import effective_rank
 from rankwise.measures.registry import as_tokens, measure, to_float64
 from rankwise.shapes import TokenMask, Tokens
 
 __all__ = [
     "absolute_spread",
-    "coding_rate",
     "direction_spread",
     "effective_rank_without_massive",
     "largest_norm_ratio",
@@ -28,10 +26,6 @@ __all__ = [
     "token_norm",
     "variational_rate",
 ]
-
-EPS = torch.finfo(torch.float64).eps
-RTOL = 1e-6
-"""Largest relative rounding error of a coding rate that is accepted without an error message."""
 
 
 @measure("tokens", degree=0)
@@ -134,7 +128,7 @@ def direction_spread(tokens: Shaped[Tensor, "B T D"], mask: TokenMask | None = N
     Range: [0, 1]; 0 if more than half of the tokens have one direction and the others point elsewhere, near
     √(1 − 2/T) for T random directions. Like `spread` for tokens of equal norm at equal angles to their mean,
     but norms do not count, and a minority of the tokens cannot hide that the others are equal: in most
-    large decoders one token has 10 to 100 times the norm of the others. 0 without a token of nonzero norm.
+    large decoders one token has more than 10 times the norm of the others. 0 without a token of nonzero norm.
     NaN for a sequence without a real token, or with NaN or infinity in a real token.
     Cost: O(T D) time per sequence; no T×T matrix is formed.
     Numerics: the sine is the norm of u_i − ⟨u_i, c⟩c, so nearly equal tokens have an absolute error near
@@ -151,13 +145,13 @@ def direction_spread(tokens: Shaped[Tensor, "B T D"], mask: TokenMask | None = N
     norms = torch.linalg.vector_norm(states, dim=-1, keepdim=True)
     units, left_out = ratio(states, norms.expand_as(states)), norms[..., 0] == 0
     cosines = (units @ units.sum(1)[..., None])[..., 0].masked_fill(left_out, math.nan)
-    near = cosines >= cosines.nanmedian(1, keepdim=True).values
+    near = cosines >= _lower_median(cosines)
     center = torch.where(near[..., None], units, 0.0).sum(1)
     center = ratio(center, torch.linalg.vector_norm(center, dim=-1, keepdim=True).expand_as(center))
     along = units @ center[..., None]
     sines = torch.linalg.vector_norm(units - along * center[:, None], dim=-1)
     sines = torch.where(along[..., 0] > 0, sines, 1.0).clamp(max=1).masked_fill(left_out, math.nan)
-    return sines.nanmedian(1).values.nan_to_num(0.0).masked_fill(~usable, math.nan)
+    return _lower_median(sines)[:, 0].nan_to_num(0.0).masked_fill(~usable, math.nan)
 
 
 @measure("tokens", degree=0)
@@ -195,7 +189,16 @@ def _norms(tokens: Tensor, mask: Tensor | None, subject: str) -> tuple[Tensor, T
     states, _, usable = as_tokens(tokens, mask, subject)
     norms = norm(states / unit_scale(states, MATRIX), (-1,))
     norms = norms.masked_fill(norms == 0, math.nan)
-    return norms, norms.nanmedian(1, keepdim=True).values, usable
+    return norms, _lower_median(norms), usable
+
+
+def _lower_median(values: Float64[Tensor, "B T"]) -> Float64[Tensor, "B 1"]:
+    """Return the lower median of each row without NaN values; NaN if there are none.
+
+    Sorting is deterministic on GPUs, where ``nanmedian`` refuses to run with deterministic algorithms.
+    """
+    place = (values.isfinite().sum(1, keepdim=True) - 1).clamp(min=0) // 2
+    return values.sort(1).values.gather(1, place)
 
 
 @measure("tokens", degree=0)
@@ -227,7 +230,7 @@ def largest_norm_ratio(
 
     Formula: max_i ‖y_i‖ / median_j ‖y_j‖ over tokens of nonzero norm; 1 if there is none. The median of an
     even number of norms is the lower of the two in the middle.
-    Range: [1, ∞); 1 if all norms are equal. In trained decoders it is often 10 to 1,000. NaN for a sequence
+    Range: [1, ∞); 1 if all norms are equal. In trained decoders it is often above 10. NaN for a sequence
     without a real token (``mask`` False), or with NaN or infinity in a real token.
     Cost: O(T D) time per sequence.
 
@@ -247,9 +250,9 @@ def largest_norm_share(
     """Return the share of the largest token in the squared norm of all tokens.
 
     Formula: max_i ‖y_i‖²/‖Y‖_F²; 0/0 = 0.
-    Range: [1/n, 1] for n real tokens. Above one half, `spread` and `state_effective_rank` describe this token
-    rather than all tokens. NaN for a sequence without a real token (``mask`` False), or with NaN or infinity
-    in a real token.
+    Range: [1/n, 1] for n real tokens, 0 if all tokens are zero. Above one half, `spread` and
+    `state_effective_rank` describe this token rather than all tokens. NaN for a sequence without a real token
+    (``mask`` False), or with NaN or infinity in a real token.
     Cost: O(T D) time per sequence.
 
     Examples:
@@ -320,62 +323,6 @@ def relative_update(before: Tokens, after: Tokens, mask: TokenMask | None = None
     along = ratio((y * z).sum(MATRIX), y.square().sum(MATRIX))
     rest = norm(z - along[:, None, None] * y, MATRIX)
     return ratio(rest, norm(z, MATRIX)).clamp(max=1).masked_fill(~(usable & also), math.nan)
-
-
-@measure("tokens", degree=None)
-def coding_rate(
-    tokens: Shaped[Tensor, "B T D"], eps: float = 0.5, mask: TokenMask | None = None
-) -> Float64[Tensor, " B"]:
-    """Return the coding rate of the tokens at distortion ε: a measure of the volume that they fill.
-
-    Formula: R(Z) = ½ logdet(I + D/(n ε²)·Z Zᵀ) = ½ Σ_i log(1 + D/(n ε²)·σ_i²) in nats, where Z is the D×n
-    matrix of the n real tokens and σ_i are its singular values. Tokens are neither centered nor normalized:
-    normalize them first to make the rate independent of norms, as the paper does.
-    Range: [0, ∞); 0 if all tokens are zero. The rate grows with the scale of Z and, at a given ‖Z‖_F, with
-    the number of directions. NaN for a sequence without a real token, or if a real token is not finite.
-    Cost: a dense decomposition, O(T D min(T, D)) time.
-    Numerics: the SVD and log1p are used, because a Cholesky factor loses small directions and fails if
-    σ_1² D/(n ε²) is near 1e16. Rounding turns σ = 0 into about 1e-16·σ_1. If this error exceeds ε, because
-    large tokens do not fill all directions, float64 cannot resolve the rate, and an error is raised.
-    Source: Yu et al., "Learning Diverse and Discriminative Representations via the Principle of Maximal
-    Coding Rate Reduction", NeurIPS 2020, Section 2. The published code calls ε² ``eps``.
-
-    Args:
-        tokens: states of B sequences, with T tokens of D features each.
-        eps: distortion ε, not its square.
-        mask: True for real tokens, False for padding; by default all tokens are real.
-
-    Raises:
-        RankwiseError: if ``eps`` is not finite and positive, or if rounding could change a rate by a
-            relative error above 1e-6.
-
-    Examples:
-        >>> import torch
-        >>> rate = coding_rate(torch.eye(2)[None], eps=1.0)  # σ = (1, 1), D/n = 1: log 2
-        >>> round(rate.item(), 6)
-        0.693147
-    """
-    in_range("`eps`", eps, "(0, inf)", fix="ε is the allowed distortion, such as 0.5.")
-    states, valid, usable = as_tokens(tokens, mask, "`coding_rate`")
-    count = valid.sum(1, dtype=torch.float64).clamp(min=1)
-    sigma, scale = map_parts(states, "`coding_rate`", scaled_svd)
-    units = scale[:, None], ((states.shape[-1] / count).sqrt() / eps)[:, None]
-    rate = _log1p_product(sigma.square(), *units).sum(-1) / 2
-    off = 4 * max(states.shape[1:]) * EPS * sigma[:, :1]  # bound on the error of σ for a backward stable SVD
-    far, near = (
-        _log1p_product(x.square(), *units).sum(-1) / 2 for x in (sigma + off, (sigma - off).clamp(min=0))
-    )
-    unsure = (far - near > RTOL * far).nonzero()[:, 0].tolist()
-    if unsure:
-        row = unsure[0]
-        raise RankwiseError(
-            "`coding_rate`",
-            expected=f"tokens whose rate is known to {RTOL:g} of it after rounding",
-            got=f"sequence {row}, whose rate is between {float(near[row]):.6g} and {float(far[row]):.6g}",
-            fix="Normalize the tokens first, or pass an `eps` near their size: rounding hides directions "
-            "below 1e-16 of the largest, and these are above ε.",
-        )
-    return rate.masked_fill(~usable, math.nan)
 
 
 def variational_rate(
