@@ -81,6 +81,11 @@ LAYER_CASES: list[tuple[str, list[StateRecord], list[StateRecord]]] = [
     ("COLLAPSE", token_states(0.9, 0.02, tokens=8), token_states(0.9, 0.02, tokens=7)),
     ("COLLAPSE", token_states(0.9, 0.02), token_states(math.nan, 0.02)),
     (
+        "INACTIVE_BLOCK",
+        [token_state(1, 0.9, relative_update=0.009, largest_norm_share=0.5)],
+        [token_state(1, 0.9, relative_update=0.009, largest_norm_share=0.51)],
+    ),
+    (
         "MASSIVE_TOKENS",
         token_states(0.9, 0.9, massive_tokens=0.5),
         token_states(0.9, 0.9, massive_tokens=0.49),
@@ -394,6 +399,31 @@ def test_a_verdict_without_actions_says_what_was_looked_for(found: Audit, senten
     assert found.verdict == Verdict(sentence=sentence)
 
 
+def test_collapse_is_not_called_absent_if_most_input_tokens_are_parallel() -> None:
+    sentence = audit([], states=token_states(0.005, 0.004)).verdict.sentence
+    unjudged = "Collapse cannot be judged: most input tokens are parallel."
+    assert sentence == f"Healthy: no inactive blocks. {unjudged}"
+
+
+@pytest.mark.parametrize("parameters", [1_000, 10_000_000])
+def test_a_small_head_is_not_worth_its_cost(parameters: int) -> None:
+    about = ONE_BATCH.model_copy(update={"parameters": parameters})
+    heads_of_mixer = heads(CONSTANT, {}, head_dim=8)
+    [finding] = diagnose(heads_of_mixer, STATES, (), provenance=about)
+    assert finding.remedy is not None
+    assert bool(finding.remedy.no_action) == (parameters > 1_000)
+
+
+def test_the_words_on_massive_tokens_are_those_of_the_state() -> None:
+    many = {"massive_tokens": 3, "largest_norm_ratio": 40, "largest_norm_share": 0.6, "largest_at": {0: 2}}
+    numbers = {"effective_rank": 7, "effective_rank_without_massive": 1}
+    for blocks, where in ((0, "At the input"), (1, "After 1 block"), (2, "After 2 blocks")):
+        states = [token_state(at, 0.9, **(many | numbers if at == blocks else {})) for at in range(3)]
+        [finding] = diagnose((), states, ())
+        assert finding.meaning.startswith(f"{where} the largest token, most often the first, has 40 times")
+        assert "the rank is 7, and 1 without" in finding.meaning
+
+
 def layers(*changes: Fields) -> list[list[HeadRecord]]:
     """Return mixers of two heads of ranks 20 and 12 plus changes, one per layer."""
     return [heads({}, {"numerical_rank": 12} | dict(change), layer=at) for at, change in enumerate(changes)]
@@ -408,7 +438,8 @@ def test_a_healthy_model_is_told_from_others_by_its_ranks_and_costs() -> None:
     half = changed(audit(*layers({}, {}, {}), states=STATES), dict.fromkeys(range(6), begun), **models)
     drawn = changed(half, {4: fallen, 5: fallen})
     assert drawn.verdict.sentence == (
-        f"{HEALTHY} Lowest attention rank relative to initialization: 0.50, untrained 1.00, in layer 2."
+        f"{HEALTHY} Lowest attention rank relative to initialization: 0.50 in layer 2, 0.5 times the "
+        "untrained 1.00."
     )
     costs = (0.02, 0.4, -0.03, 0.1)
     priced = {index: {"importance": HeadImportance(exact=cost)} for index, cost in enumerate(costs)}
@@ -555,7 +586,7 @@ NO_HEADS = "No heads are worth removing at 1.00% of the loss: "
         (0, {}, "No heads to remove: none was found that costs at most 1.00% of the loss on the 4 of 8 seq"),
         (2, {}, NO_HEADS + "the savings are too small to notice (0.8%)."),
         (2, {"relative": 0.02}, NO_HEADS + "the held-out cost of +2.00% exceeds the tolerance of 1.00%."),
-        (2, {"held_out": 0, "relative": math.nan}, NO_HEADS + "no sequence was held out to price it; audit"),
+        (2, {"held_out": 0, "relative": math.nan}, NO_HEADS + "no sequence was held out to price it"),
         (2, {"parameters": 4000}, ""),
     ],
 )

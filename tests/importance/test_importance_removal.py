@@ -232,7 +232,7 @@ def test_few_sequences_have_no_price_or_no_interval_and_words_say_so(sequences):
     assert said[sequences] in finding.meaning
     trained = audit.importance.model_copy(update={"chance": math.nan})
     (finding,) = (one for one in diagnose(audit.heads, [], [], trained) if one.code == "REMOVABLE")
-    unknown = "no sequence was held out to price it; audit two or more"
+    unknown = "no sequence was held out to price it"
     assert (finding.remedy.no_action == unknown) == (sequences == 1)
 
 

@@ -56,6 +56,9 @@ IDENTITY_DISTANCE = 0.1
 COLLAPSE_SPREAD, COLLAPSED_RUNS, COLLAPSED_FAILED = 0.04, 33, 31
 # COLLAPSE also requires that direction spread has halved since the input, whose tokens may be similar.
 COLLAPSE_FALL = 0.5
+# Below this direction spread at the input, as in text of one repeated token, collapse cannot be judged: half
+# of it is near 0.003, which rounding in bfloat16 leaves between equal tokens.
+COLLAPSE_INPUT = 0.01
 # INACTIVE_BLOCK: at most 1e-4 (0.01²) of the output's squared norm is orthogonal to the input.
 INACTIVE_TURN = 0.01
 # OVERSIZED_HEADS: a head is oversized if it requires at most this share of its channels: one half, less a
@@ -143,6 +146,12 @@ def diagnose(
     if importance is not None:
         codes = [code for code, rule in FINDING_RULES.items() if rule.with_costs]
         findings = with_removal_costs(findings, codes, heads, importance, states, provenance)
+    elif provenance is not None:
+        for index, finding in enumerate(findings):  # the cost of a small head leads to no action
+            if finding.remedy == WITHOUT_HEAD:
+                saved = saved_share([finding.where], heads, states, provenance)
+                remedy = unless_too_little(WITHOUT_HEAD, saved)
+                findings[index] = finding.model_copy(update={"remedy": remedy})
     remedies = [finding.remedy and unless_done(finding.remedy, provenance) for finding in findings]
     findings = [
         finding.model_copy(update={"remedy": remedy})
@@ -277,13 +286,13 @@ def massive_tokens(measured: Measured) -> Iterator[Finding]:
             place = state.largest_position
             plural = "" if state.blocks == 1 else "s"
             where = f"After {state.blocks} block{plural}" if state.blocks else "At the input"
-            token = "one token" if place is None else f"token {place}" if place else "the first token"
+            token = "" if place is None else f", most often {f'token {place}' if place else 'the first'},"
             words = (
-                f"{where} {token} has {state.largest_norm_ratio:.0f} times the median norm and "
-                f"{state.largest_norm_share:.0%} of ‖Y‖². This is normal in large decoders. μ, μ/‖Y‖ and the "
-                f"effective rank depend on such tokens: the rank is {state.effective_rank:.3g}, and "
-                f"{state.effective_rank_without_massive:.3g} without tokens above ten times the median norm. "
-                "Direction spread and mean cosine do not depend on norms."
+                f"{where} the largest token{token} has {state.largest_norm_ratio:.0f} times the median norm "
+                f"and {state.largest_norm_share:.0%} of ‖Y‖². This is normal in large decoders. μ, μ/‖Y‖, "
+                "relative update and effective rank depend on such tokens: the rank is "
+                f"{state.effective_rank:.3g}, and {state.effective_rank_without_massive:.3g} without tokens "
+                "above ten times the median norm. Direction spread and mean cosine do not depend on norms."
             )
             evidence = {"blocks": state.blocks, "states": len(states)}
             evidence |= {name: getattr(state, name) for name in OF_MASSIVE}
@@ -304,9 +313,12 @@ def inactive_remedy(by_hand: str) -> Remedy:
     evidence="relative_update norm", remedy=inactive_remedy("take the block out of its list"),
 )  # fmt: skip
 def inactive_block(measured: Measured) -> Iterator[Finding]:
-    """Find blocks whose output is nearly a multiple of their input, as with a small λ, LayerScale or gate."""
+    """Find blocks whose output is nearly a multiple of their input, as with a small λ, LayerScale or gate.
+
+    If one token holds more than half of ‖Y‖², the update is that of this token, and the block is not judged.
+    """
     for state in measured.states:
-        if state.relative_update < INACTIVE_TURN:
+        if state.relative_update < INACTIVE_TURN and not state.largest_norm_share > 0.5:
             words = (
                 f"Block {state.blocks - 1} barely changes its tokens: only {state.relative_update:.1g} of "
                 "its output is not a multiple of its input."

@@ -284,9 +284,9 @@ class StateRecord(StateMeasures, StateOrigin):
 
     @property
     def largest_position(self) -> int | None:
-        """Position of the token of largest norm in at least half of the sequences. None if positions vary."""
+        """Position of the token of largest norm in most sequences. None if no position has more than half."""
         position = max(self.largest_at, key=lambda place: self.largest_at[place], default=None)
-        return position if position is not None and 2 * self.largest_at[position] >= self.sequences else None
+        return position if position is not None and 2 * self.largest_at[position] > self.sequences else None
 
     def __repr__(self) -> str:
         return (

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from rankwise._internals.records import Address, grouped
 from rankwise._internals.statistics import mean
-from rankwise.auditing.findings import FINDING_RULES, MIN_TOKENS
+from rankwise.auditing.findings import COLLAPSE_INPUT, FINDING_RULES, MIN_TOKENS
 from rankwise.auditing.measure_table import HEAD_MEASURES, mixer_kind, share
 from rankwise.auditing.records import Finding, Remedy, Verdict
 from rankwise.auditing.remedies import join_compressions, remedy_text
@@ -97,10 +97,14 @@ def _healthy(audit: "Audit", noted: dict[str, list[Finding]], several: bool) -> 
     states = [state for state in audit.states if state.tokens >= MIN_TOKENS]
     heads = [head for head in audit.heads if min(head.tokens, head.sources) >= MIN_TOKENS]
     looked_for = [*(OF_STATES if len(states) > 1 else ()), *(OF_HEADS if heads else ())]
-    absent = [f"no {FINDING_RULES[code].names}" for code in looked_for if code not in noted]
     if not looked_for:
         return f"Nothing to judge: sequences have fewer than {MIN_TOKENS} tokens"
+    unjudged = any(not state.blocks and state.direction_spread < COLLAPSE_INPUT for state in states)
+    judged = [code for code in looked_for if not (unjudged and code == "COLLAPSE")]
+    absent = [f"no {FINDING_RULES[code].names}" for code in judged if code not in noted]
     sentence = f"Healthy: {', '.join(absent)}" if absent else "Healthy"
+    if unjudged:
+        sentence += ". Collapse cannot be judged: most input tokens are parallel"
     return f"{sentence}. Noted: {_listed(noted, several)}" if noted else sentence
 
 
@@ -122,18 +126,19 @@ def _distinctive(audit: "Audit", several: bool) -> Iterator[str]:
             share(head.at_init.mean[rank.name], head) for head in heads if head.at_init is not None
         )
         if is_relative and initial > 0:
-            ranks.append((value / initial, f"{value:.2f}, untrained {initial:.2f}, in {name}"))
+            ratio = f"{value / initial:.2g} times the untrained {initial:.2f}"
+            ranks.append((value / initial, f"{value:.2f} in {name}, {ratio}"))
         elif not is_relative and value >= 0:
             ranks.append((value, f"{value:.2f} in {name}"))
-    if len(ranks) > 1:
+    if len(ranks) > 1 and max(ranks)[0] > min(ranks)[0] + 0.005:
         yield f"Lowest attention rank{' relative to initialization' * is_relative}: {min(ranks)[1]}."
     known = [(head.importance, head.id) for head in audit.heads if head.importance is not None]
     costs = sorted(
         (cost.cost, place(address), cost.method) for cost, address in known if math.isfinite(cost.cost)
     )
-    if len(costs) > 1 and audit.importance is not None and audit.importance.reference:
+    if len(costs) > 1 and (record := audit.importance) and record.reference and not record.is_chance:
         estimated = ", estimated" * any(method == "estimated" for _, _, method in costs)
-        ends = [f"{name} ({audit.importance.share(cost):+.1%})" for cost, name, _ in (costs[0], costs[-1])]
+        ends = [f"{name} ({record.share(cost):+.1%})" for cost, name, _ in (costs[0], costs[-1])]
         yield f"Cheapest and costliest head{estimated}: {', '.join(ends)}."
 
 

@@ -19,7 +19,7 @@ from rankwise._internals.linalg import as_float64
 from rankwise._internals.records import Address, grouped
 from rankwise._internals.threads import exclusive
 from rankwise.auditing import reinitialized
-from rankwise.auditing.findings import COLLAPSE_FALL, COLLAPSE_SPREAD
+from rankwise.auditing.findings import COLLAPSE_FALL, COLLAPSE_INPUT, COLLAPSE_SPREAD
 from rankwise.auditing.measure_table import mixer_kind
 from rankwise.auditing.reference_ranks import masks_of, one_hot_rank
 from rankwise.claims.evidence import MIN_TOKENS, NotMeasurableError, Run, run_batches
@@ -98,13 +98,13 @@ def _logits(run: Run, *, centered: bool) -> tuple[str, bool]:
     counts = []
     for heads in run.attention(queries=True):
         query, key = heads.real("query"), heads.real("key")
-        if key.shape[-1] >= 16 and min(query.shape[1], key.shape[1]) >= 64:
+        if key.shape[-1] >= 32 and min(query.shape[1], key.shape[1]) >= 64:
             key = key - key.mean(-2, keepdim=True) if centered else key
             # The singular values of Q Kᵀ are those of R_q R_kᵀ, where R are factors of QR decompositions.
             left, right = (torch.linalg.qr(tensor, mode="r").R for tensor in (query, key))
             counts.append(components(torch.linalg.svdvals(left @ right.mT)))
     if not counts:
-        raise NotMeasurableError("no head has 16 channels and 64 tokens")
+        raise NotMeasurableError("no head has 32 channels and 64 tokens")
     least, middle, most = torch.cat(counts).quantile(torch.tensor([0.0, 0.5, 1.0]).double()).tolist()
     return f"{least:.0f} to {most:.0f}, median {middle:.0f}", most <= 11
 
@@ -114,8 +114,8 @@ def logit_energy(run: Run) -> tuple[str, bool]:
     """Least number of components of Q Kᵀ whose σ² add up to 90 % of all, for each query head and sequence.
 
     Queries and keys as attention multiplies them (rotated, normed), all pairs of tokens, without a mask.
-    Holds if no head needs more than 11. Not measured in heads below 16 channels or 64 tokens, because random
-    queries and keys need no more there.
+    Holds if no head needs more than 11. Not measured in heads below 32 channels or 64 tokens, because random
+    queries and keys need hardly more there.
     """
     return _logits(run, centered=False)
 
@@ -273,13 +273,15 @@ def _entropy(tokens: Float64[Tensor, "T D"]) -> float:
 
 @claim("Tokens stay apart through depth", SKIP_PAPER, "with skips; not at λ = 0")
 def no_collapse_with_depth(run: Run) -> tuple[str, bool]:
-    """Direction spread of token states: the sine of the middle angle between a token and the mean direction.
+    """Direction spread of token states: the sine of the middle angle of a token to most tokens.
 
     0 if most tokens have one direction, near 1 if they are random. Holds if it is nowhere below 0.04 and half
     of the input's, in the mean over sequences, which an audit reports as COLLAPSE. The paper measures the
     distance to the mean token, which one token of large norm can decide alone.
     """
     first, *curve = run.by_depth(measures.direction_spread, 2)
+    if first < COLLAPSE_INPUT:
+        raise NotMeasurableError("most tokens are parallel at the input")
     yours = f"{first:.2f} before, {min(curve):.2f} least, {curve[-1]:.2f} after {len(curve)} blocks"
     return yours, min(curve) >= min(COLLAPSE_SPREAD, COLLAPSE_FALL * first)
 

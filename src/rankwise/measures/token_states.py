@@ -132,7 +132,8 @@ def direction_spread(tokens: Shaped[Tensor, "B T D"], mask: TokenMask | None = N
     NaN for a sequence without a real token, or with NaN or infinity in a real token.
     Cost: O(T D) time per sequence; no T×T matrix is formed.
     Numerics: the sine is the norm of u_i − ⟨u_i, c⟩c, so nearly equal tokens have an absolute error near
-    1e-16. If a token passes from one half to the other, the value changes by O(1/T).
+    1e-16. If two directions have half of the tokens each, the value is the sine between
+    them, and 0 with one more token of either.
 
     Examples:
         >>> import torch
