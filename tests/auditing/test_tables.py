@@ -92,7 +92,7 @@ def test_numbers_of_a_frame_equal_the_records(audit: rw.Audit) -> None:
         assert frame["stable_rank_std"][at] == head.std["stable_rank"]
         assert frame["at_init_stable_rank"][at] == head.at_init.mean["stable_rank"]
         assert frame["at_init_stable_rank_seed_std"][at] == head.at_init.seed_std["stable_rank"]
-        assert frame["importance_curvature"][at] == head.importance.curvature
+        assert frame["importance_exact"][at] == head.importance.exact
     assert list(audit.to_frame("states")["blocks"]) == [0, 1, 2, 3]
     assert len(changed(audit, findings=[]).to_frame("findings")) == 0
 
