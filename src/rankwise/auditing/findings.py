@@ -53,7 +53,7 @@ IDENTITY_DISTANCE = 0.1
 # COLLAPSE: threshold on direction spread, the sine of the angle between the middle token and most tokens.
 # Halfway, COLLAPSED_RUNS training runs were below the threshold, of which COLLAPSED_FAILED did not learn
 # (docs/evidence/collapse-rule.md).
-COLLAPSE_SPREAD, COLLAPSED_RUNS, COLLAPSED_FAILED = 0.04, 33, 31
+COLLAPSE_SPREAD, COLLAPSED_RUNS, COLLAPSED_FAILED = 0.04, 34, 31
 # COLLAPSE also requires that direction spread has halved since the input, whose tokens may be similar.
 COLLAPSE_FALL = 0.5
 # Below this direction spread at the input, as in text of one repeated token, collapse cannot be judged: half

@@ -43,7 +43,7 @@ _FIRST = {
     "states": ("direction_spread", "effective_rank"),
 }
 """Measures in the first columns of the tables of layers. The console shows only these columns."""
-_HISTORY_HEADS = [m for m in HEAD_MEASURES if m.name in (*_FIRST["heads"], "largest_logit")]
+_HISTORY_HEADS = [measure for measure in HEAD_MEASURES if measure.name in _FIRST["heads"]]
 _HISTORY_STATES = [m for m in STATE_MEASURES if m.name in ("direction_spread", "mean_cosine")]
 _SIGNS = {"error": "◆", "warning": "▲", "info": "●"}
 
