@@ -134,12 +134,23 @@ def stopped(broken: int) -> str | None:
     return monitor.stopped_by and monitor.stopped_by.code
 
 
+def above_limit(grown: int) -> str | None:
+    """Return the code that stops training if queries and keys of one process are large."""
+    model = whole()
+    if dist.get_rank() == grown:
+        model.layers[0].self_attn.in_proj_weight.data *= 100
+    monitor = rw.RankMonitor(PROBE, stop_on="largest_logit > 100")
+    monitor.step(model, 0)
+    return monitor.stopped_by and monitor.stopped_by.code
+
+
 def main() -> None:
     """Train with each wrapper."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     alone, _ = trained(whole, None)
     found = {make.__name__: result(make, alone) for make in WAYS}
     found["stops"] = [stopped(broken) for broken in (0, 1)]
+    found["limits"] = [above_limit(grown) for grown in (0, 1)]
     path = Path(sys.argv[1]) / f"{dist.get_rank()}.json"
     path.write_text(json.dumps(found), encoding="utf-8")
     dist.barrier()

@@ -24,6 +24,19 @@ def encoder() -> nn.Module:
     return nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
 
 
+class WrittenOut(nn.Module):
+    """Attention as products and a softmax, whose logits change in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.drop = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = self.query(x) @ self.key(x).mT
+        logits += torch.full(logits.shape[-2:], -torch.inf).triu(1)
+        return self.drop(logits.softmax(-1)) @ x
+
+
 class BringsAutocast(nn.Module):
     """Enters an autocast made before the audit, like a model that accelerate prepares."""
 
@@ -133,6 +146,8 @@ def outer() -> torch.autocast:
     [
         (encoder, nullcontext, False),
         (compiled, nullcontext, False),
+        (WrittenOut, nullcontext, False),
+        (WrittenOut, nullcontext, True),
         (encoder, outer, False),
         (BringsAutocast, outer, False),
         (Decorated, outer, False),

@@ -40,3 +40,4 @@ def test_wrapped_models_train_the_same_bits_with_a_monitor_and_have_the_same_aud
         assert "Shard it by `torch.distributed.fsdp.fully_shard`" in process["fsdp1"]["error"]
         # the first process decides to stop
         assert process["stops"] == ["NONFINITE", None]
+        assert process["limits"] == ["LARGEST_LOGIT", None]
