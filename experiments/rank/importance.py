@@ -24,6 +24,7 @@ from experiments.rank.rank_saturation import rounded
 from experiments.real_models import minilm
 from experiments.render import markdown_table
 from experiments.study import Report, Study
+from rankwise.auditing.importance_findings import spearman as rank_correlation
 from rankwise.auditing.measure_table import HEAD_MEASURES
 from rankwise.cli.load_data import load_data
 from rankwise.cli.load_model import demo_model, demo_text, load_model
@@ -133,8 +134,8 @@ def held_out(
 
 def spearman(first: Iterable[float], second: Iterable[float]) -> float:
     """Return Spearman's rank correlation of pairs without NaN; NaN for fewer than three pairs."""
-    ranks = pd.DataFrame({"first": first, "second": second}).dropna().rank()
-    return float(ranks["first"].corr(ranks["second"], min_periods=3))
+    pairs = pd.DataFrame({"first": first, "second": second}).dropna().to_numpy()
+    return rank_correlation(*pairs.T) if len(pairs) > 2 else math.nan
 
 
 def correlations(model: Report) -> dict[str, list[float]]:

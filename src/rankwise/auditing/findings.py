@@ -68,12 +68,6 @@ OVERSIZED_HEADS = 0.4
 # (Marchenko and Pastur): 1/4 to 9/4 for N = 4. With fewer tokens, every head seems to need few channels.
 TOKENS_PER_CHANNEL = 4
 
-OF_MASSIVE = (
-    "massive_tokens", "largest_norm_ratio", "largest_norm_share", "effective_rank",
-    "effective_rank_without_massive",
-)  # fmt: skip
-"""Measures in the evidence of MASSIVE_TOKENS."""
-
 Subject = Literal["model", "stack", "layer", "mixer", "head", "modules"]
 Find = Callable[..., Iterator[Finding]]
 
@@ -294,8 +288,12 @@ def massive_tokens(measured: Measured) -> Iterator[Finding]:
                 f"{state.effective_rank:.3g}, and {state.effective_rank_without_massive:.3g} without tokens "
                 "above ten times the median norm. Direction spread and mean cosine do not depend on norms."
             )
-            evidence = {"blocks": state.blocks, "states": len(states)}
-            evidence |= {name: getattr(state, name) for name in OF_MASSIVE}
+            evidence = {
+                "blocks": state.blocks, "states": len(states), "massive_tokens": state.massive_tokens,
+                "largest_norm_ratio": state.largest_norm_ratio,
+                "largest_norm_share": state.largest_norm_share, "effective_rank": state.effective_rank,
+                "effective_rank_without_massive": state.effective_rank_without_massive,
+            }  # fmt: skip
             yield _finding("MASSIVE_TOKENS", Address(state.stack), evidence, words)
 
 

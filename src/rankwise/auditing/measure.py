@@ -340,12 +340,9 @@ def measure_states(
         if row.function and (ranks or not row.name.startswith("effective_rank"))
         if row.name != WITHOUT
     }
-    if ranks:
-        values[WITHOUT] = values["effective_rank"].clone()
-        massive = values["massive_tokens"] > 0
-        if bool(massive.any()):
-            rest = None if mask is None else mask[massive]
-            values[WITHOUT][massive] = measures.MEASURES[WITHOUT].function(tokens[massive], rest)
+    if ranks:  # the second SVD is needed only if a token is massive
+        needed, known = bool((values["massive_tokens"] > 0).any()), values["effective_rank"]
+        values[WITHOUT] = measures.effective_rank_without_massive(tokens, mask) if needed else known
     values["tokens"] = real.sum(-1).double()
     values["relative_update"] = torch.full(tokens.shape[:1], torch.nan, dtype=torch.float64)
     if before is not None:

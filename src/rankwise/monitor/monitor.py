@@ -46,11 +46,10 @@ RECOMMEND = "rw.skips.recommend(monitor.history.audits[-1], model, monitor.batch
 """Code of the remedy of COLLAPSE, with variables that exist during training."""
 LOGGED: Mapping[str, tuple[str, ...]] = {
     "heads": (
-        *("effective_rank", "stable_rank", "first_token_mass"),
-        *("largest_logit", "query_norm", "key_norm"),
+        "effective_rank", "stable_rank", "first_token_mass", "largest_logit", "query_norm", "key_norm",
     ),
     "states": ("spread", "direction_spread", "mean_cosine", "effective_rank"),
-}
+}  # fmt: skip
 """Measures that are logged per layer: for heads the mean over the layer, or the maximum (largest logit)."""
 
 STOP_LOGIT = "largest_logit"
@@ -124,9 +123,9 @@ class RankMonitor:
         self.every = whole_number("`every`", every, fix=f"Take {EVERY}.")
         codes = stop_on if isinstance(stop_on, Iterable) and not isinstance(stop_on, str) else [stop_on]
         names = [str(code) for code in codes]
-        limits = [_logit_limit(name) for name in names if re.search("[<>=]", name)]
-        self.stop_on = frozenset(check_codes([name for name in names if not re.search("[<>=]", name)]))
-        self.stop_logit = min(limits, default=math.inf)
+        conditions = [name for name in names if re.search("[<>=]", name)]
+        self.stop_on = frozenset(check_codes([name for name in names if name not in conditions]))
+        self.stop_logit = min(map(_logit_limit, conditions), default=math.inf)
         """Largest logit above which training stops; infinity if ``stop_on`` has no limit."""
         self.folder = None if folder is None else Path(folder)
         self.history = History()
