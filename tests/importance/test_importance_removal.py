@@ -166,8 +166,8 @@ def test_the_set_and_its_price_do_not_depend_on_the_batches(loss, tolerance):
         settings = dataclasses.replace(HALVED, loss=loss, tolerance=tolerance)
         importance = measure(model, batches, settings)
         gone = importance.removable
-        passes = 8 + 2 + gone.runs  # each head, each block, each set
-        assert importance.forward == 1 + len(batches) * (1 + passes)
+        passes = 8 + 2 + gone.runs + 1  # each head, each block, each set, and a check of restarts
+        assert importance.forward == 1 + len(batches) * (1 + passes) + 2  # each block is checked as well
         found.append(gone)
     assert 0 < len(found[0].heads) < 8
     for gone in found[1:]:
@@ -307,7 +307,7 @@ def test_the_method_with_fewer_passes_is_chosen_and_the_record_says_why(probes):
     exact = 2 * (probes + 1) >= 8 + 2
     assert np.isfinite(importance.sites[0].exact).all() == exact
     assert np.isfinite(importance.sites[0].estimate).all() == (not exact)
-    assert importance.forward == 1 + 2 * (1 + 10 * exact)
+    assert importance.forward == 1 + 2 * (1 + 11 * exact) + 2 * exact
     assert importance.backward == 2 * (probes + 1) * (not exact)
     method = "exact" if exact else "estimated"
     passes = f"takes 10 forward passes per batch, and estimates {probes + 1} backward passes"

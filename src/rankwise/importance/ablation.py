@@ -138,6 +138,7 @@ def measure_importance(
     removable, complete = None, True
     try:
         if settings.exact:
+            notes += passes.check_restarts()
             _remove_each(passes, heads, costs, choosing, costs_of_blocks)
         if settings.tolerance is not None:
             removable = _search(passes, choosing, group, notes)

@@ -14,6 +14,7 @@ from rankwise._internals.forward import device_of, run_model
 from rankwise._internals.linalg import as_float64
 from rankwise.errors import InputError, RankwiseError, first_line
 from rankwise.importance.losses import IGNORE_INDEX, Loss, LossBatch, SequenceLosses
+from rankwise.importance.restarts import Restarts
 from rankwise.importance.settings import ImportanceSettings
 from rankwise.tracing import (
     Address,
@@ -209,6 +210,7 @@ class GatedPasses:
         """True if the model draws random numbers."""
         self.removals = 0
         """Number of heads and blocks."""
+        self.restarts = Restarts(model)
         self._finite: list[Tensor] = []
 
     def whole(self, blocks: Iterable[str] = (), *, gradients: bool = False) -> None:
@@ -245,6 +247,7 @@ class GatedPasses:
     ) -> None:
         """Run one batch with gates, and add its losses, gradients and mixers to the sums."""
         gates = Gates(blocks, batch_size(batch.batch))
+        recorded = frozenset(blocks if self.settings.exact else ())
         mixers: dict[CallId, tuple[Address, int]] = {}
 
         def note(site: CapturedMixer) -> None:
@@ -252,7 +255,8 @@ class GatedPasses:
 
         try:
             with torch.set_grad_enabled(gradients):  # overrides torch.no_grad around the call
-                output = self._run(batch, gates, note)
+                with self.restarts.recording(batch.number, recorded):
+                    output = self._run(batch, gates, note)
                 for key, mixer in mixers.items():
                     gate = gates.of_heads.get(key)
                     if gate is None or gate.shape[1] != mixer[1]:
@@ -363,14 +367,32 @@ class GatedPasses:
     def without(self, heads: Mapping[CallId, Iterable[int]], blocks: Iterable[str] = ()) -> Floats:
         """Return the summed loss of each sequence, by the model without some heads and blocks.
 
-        Sequences whose loss is not finite in the whole model are left out.
+        Each pass restarts at the first block that changes, if it can. Sequences whose loss is not finite in
+        the whole model are left out.
         """
-        totals = []
+        totals, changed = [], {*blocks, *(call.module for call in heads)}
         for batch, finite in zip(self.batches, self._finite, strict=True):
-            with torch.no_grad():
+            with torch.no_grad(), self.restarts.skipping(batch.number, changed):
                 losses = self.loss.read(self._run(batch, Removal(heads, blocks)), batch)
             totals.append(_numbers(losses.total, finite))
         return np.concatenate(totals)
+
+    def check_restarts(self) -> list[str]:
+        """Check that passes that restart reproduce all losses. Return notes if they do not."""
+        restarts, batches = self.restarts, {batch.number: batch for batch in self.batches}
+        with torch.no_grad():
+            last = restarts.check(
+                {call.module for call in self.mixers},
+                lambda number: self._run(batches[number], Removal({}, ())),
+            )
+        if last and not restarts.why_not and (self.without({CallId(last, 0): ()}) != self.losses).any():
+            restarts.why_not = f"losses differ if all blocks before {last!r} are skipped"
+        if restarts.why_not:
+            return [f"each exact cost took a pass of the whole model: {restarts.why_not}"]
+        if restarts.left_out:
+            some = f"{restarts.left_out} of {len(batches)} batches"
+            return [f"each exact cost took a pass of the whole model for {some}: memory for states is short"]
+        return []
 
     def noise(self) -> float:
         """Return by how much the loss of the first batch changes if the model draws other random numbers."""

@@ -112,7 +112,8 @@ class ImportanceRecord(Record):
     removable: RemovableSet | None = None
     forward: Count = 0
     backward: Count = 0
-    """Number of backward passes, each of one batch. `forward` is the number of forward passes."""
+    """Number of backward passes, each of one batch. `forward` is the number of forward passes, also of passes
+    that run only some blocks."""
     notes: list[str] = Field(default_factory=list)
 
     @property
