@@ -75,7 +75,7 @@ class UnitGate(torch.autograd.Function):
 
 
 class Gates(Intervention):
-    """Intervention that puts a gate on every head's output, (B, H), and on every block's update, (B,)."""
+    """Intervention that puts gates on each token of heads' outputs, (B, H, T), and on blocks' updates, (B,)."""
 
     def __init__(self, blocks: Iterable[str], sequences: int) -> None:
         self.blocks, self._sequences = frozenset(blocks), sequences
@@ -85,7 +85,7 @@ class Gates(Intervention):
     def on_heads(self, heads: HeadOutputs) -> Tensor:
         """Return the outputs of the heads, unchanged but with gates in the autograd graph."""
         values = heads.values
-        gate = _ones(values, values.shape[:2])
+        gate = _ones(values, values.shape[:3])
         self.of_heads[heads.call_id] = gate
         return UnitGate.apply(gate, values, values.detach())
 
@@ -155,27 +155,39 @@ def graph_nodes(*starts, around=None):
 class GateSums:
     """Sums over sequences for each gate: gradients, squared gradients, and squared gradients of projections.
 
-    A projection (probe) multiplies the output by a random vector.
+    A projection (probe) multiplies the output by a random vector. The gradient of a head adds up gradients of
+    gates per token.
     """
 
     def __init__(self, gates: int) -> None:
         # (2, gates): of all sequences, and of the sequences on which a removable set is chosen
-        self.gradient, self.squares, self.curvature = np.zeros((3, 2, gates))
+        self.gradient, self.squares, self.curvature, self.tokens = np.zeros((4, 2, gates))
         self.unreached = False
         """True if no gradient or an incomplete gradient reached the gates."""
 
     def add(self, rows: Floats, choosing: Floats, share: float = 1.0, probes: int = 0) -> None:
-        """Add gradients (B, gates) of the losses, or of one of ``probes`` random projections of outputs.
+        """Add gradients of the losses, or of one of ``probes`` random projections of outputs.
 
-        ``share`` is the share of the sums of ``choosing`` that counts.
+        Rows (2, B, gates) are gradients, and sums of squared gradients per token. ``share`` is the share of
+        the sums of ``choosing`` that counts.
         """
-        for part, (gradients, weight) in enumerate(((rows, 1.0), (choosing, share))):
+        for part, ((gradients, tokens), weight) in enumerate(((rows, 1.0), (choosing, share))):
             squares = weight * np.square(gradients).sum(0)
             if probes:
                 self.curvature[part] += squares / probes
+                self.tokens[part] += weight * tokens.sum(0) / probes
             else:
                 self.gradient[part] += weight * gradients.sum(0)
                 self.squares[part] += squares
+
+    def shared_curvature(self, part: int) -> Floats:
+        """Return squared gradients per token, scaled to the sum of the squared gradients of all gates.
+
+        Tokens act together: squares of sums exceed sums of squares. This factor varies less between the heads
+        of a layer than it varies between random projections of a few sequences.
+        """
+        tokens, total = self.tokens[part], self.tokens[part].sum()
+        return tokens * (self.curvature[part].sum() / total) if total else tokens
 
 
 class GatedPasses:
@@ -323,8 +335,8 @@ class GatedPasses:
                     rows[sums] = rows.get(sums, 0.0) + _by_sequence(gradient, finite)
             number, probes = int(finite.sum()), self.probes if probe else 0
             for sums, summed in rows.items():
-                if len(summed) == number:
-                    sums.add(summed, summed[first::step], probes=probes)
+                if summed.shape[1] == number:
+                    sums.add(summed, summed[:, first::step], probes=probes)
                 else:  # a sum over sequences cannot be taken apart: the choosing half gets its share
                     sums.add(summed, summed, len(range(first, number, step)) / number, probes)
 
@@ -337,7 +349,7 @@ class GatedPasses:
             return [{} for _ in range(gates)]
         count = self.counts[self.choosing if part else slice(None)].sum()
         if self.probes:
-            curvature = self.loss.half * sums.curvature[part] / count
+            curvature = self.loss.half * sums.shared_curvature(part) / count
         elif self.loss.compares_outputs:
             curvature = np.full(gates, math.nan)
         else:
@@ -421,8 +433,12 @@ def _numbers(values: Tensor, finite: Tensor) -> Floats:
 
 
 def _by_sequence(gradient: Tensor, finite: Tensor) -> Floats:
-    """Return gradients (B, gates) of sequences with a finite loss. Return one row without a batch axis."""
-    rows = as_float64(gradient.detach()).reshape(len(gradient), -1)
-    if rows.shape[0] % len(finite) == 0:  # add up windows, which are adjacent rows
-        return rows.unflatten(0, (len(finite), -1)).sum(1)[finite.to(rows.device)].cpu().numpy()
-    return rows.sum(0, keepdim=True).cpu().numpy()
+    """Return gradients and squared gradients per token, summed over tokens: (2, B, gates).
+
+    Only sequences with a finite loss count. Without a batch axis, B is 1.
+    """
+    tokens = as_float64(gradient.detach()).reshape(*gradient.shape, *[1] * (3 - gradient.dim()))
+    rows = torch.stack((tokens.sum(2), tokens.square().sum(2)))
+    if rows.shape[1] % len(finite) == 0:  # add up windows, which are adjacent rows
+        return rows.unflatten(1, (len(finite), -1)).sum(2)[:, finite.to(rows.device)].cpu().numpy()
+    return rows.sum(1, keepdim=True).cpu().numpy()
