@@ -10,14 +10,15 @@ import numpy as np
 import torch
 from torch import nn
 
-from rankwise._internals.batches import Batch, drop_unused_labels, each_batch, to_device
-from rankwise._internals.forward import device_of, preserve_random_state, run_model
+from rankwise._internals.batches import Batch, each_batch
+from rankwise._internals.forward import preserve_random_state
 from rankwise._internals.statistics import t_quantile
 from rankwise._internals.threads import exclusive
 from rankwise.errors import InputError
 from rankwise.importance.gated_passes import Floats, GatedPasses, NotDifferentiableError, quoted
 from rankwise.importance.loss_choice import choose_loss
 from rankwise.importance.losses import IGNORE_INDEX
+from rankwise.importance.output_head import first_pass
 from rankwise.importance.records import (
     MORE_TRIES,
     BlockImportance,
@@ -49,6 +50,8 @@ class AblationCost(NamedTuple):
     """Increase of the loss compared with the whole model."""
     relative: float
     """Cost divided by the reference (usually the loss of the whole model). NaN if the reference is 0."""
+    standard_error: float
+    """Standard error of the cost, as `HeadImportance.standard_error`."""
 
 
 @exclusive
@@ -149,6 +152,8 @@ def measure_importance(
         loss=passes.loss.name,
         unit=passes.loss.unit,
         value=passes.mean(passes.losses),
+        standard_error=passes.value_error,
+        tokens=passes.loss.positions,
         reference=passes.reference(),
         reference_name=passes.loss.reference,
         chance=passes.loss.chance,
@@ -198,7 +203,8 @@ def ablation_cost(
     passes.whole()
     losses, reference = passes.without(passes.by_call(heads)), passes.reference()
     cost = passes.mean(losses - passes.losses)
-    return AblationCost(passes.mean(losses), cost, cost / reference if reference else math.nan)
+    relative = cost / reference if reference else math.nan
+    return AblationCost(passes.mean(losses), cost, relative, passes.standard_error())
 
 
 def sort_by_cost(
@@ -239,7 +245,6 @@ def _start(
     ``chosen`` are the heads to remove one by one, as in `measure_importance`.
     """
     say("the first batch, to see its output")
-    inputs = drop_unused_labels(model, every[0])[0]
     placed: dict[str, tuple[str, int]] = {}
     heads: dict[Address, int] = {}
 
@@ -253,10 +258,12 @@ def _start(
 
     capturing_all = capture(model, on_mixer=count, on_state=note, **capturing)
     with torch.no_grad(), capturing_all, preserve_random_state(model, 0) as draws:
-        output = run_model(model, to_device(inputs, device_of(model)), seed=None)
+        first = first_pass(model, every[0], seed=None)
         drawn = draws()
-    loss, batches = choose_loss(model, every, output, settings)
-    del output
+    with torch.no_grad():
+        sampled = settings.estimates or settings.exact is not False
+        loss, batches = choose_loss(model, every, first, settings, sampled=sampled)
+    del first
     passes = GatedPasses(model, batches, loss, settings, capturing, say)
     passes.forward, passes.draws, passes.removals = 1, drawn, sum(heads.values()) + len(placed)
     return passes, placed
@@ -327,11 +334,13 @@ def _remove_each(
         passes.say(f"without head {done + 1} of {len(runs)}: {head.site}")
         changes = passes.without(passes.by_call([head])) - passes.losses
         for costs, part in ((heads, slice(None)), (choosing, passes.choosing)):
-            costs[head] = costs[head].model_copy(update={"exact": passes.mean(changes, part)})
+            exact = {"exact": passes.mean(changes, part), "standard_error": passes.standard_error(part)}
+            costs[head] = costs[head].model_copy(update=exact)
     for name, block in blocks.items():
         passes.say(f"without the block {name}")
-        exact = passes.mean(passes.without({}, [name]) - passes.losses)
-        blocks[name] = block.model_copy(update={"exact": exact})
+        cost = passes.mean(passes.without({}, [name]) - passes.losses)
+        exact = {"exact": cost, "standard_error": passes.standard_error()}
+        blocks[name] = block.model_copy(update=exact)
 
 
 def _search(

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, no_type_check
 
 import numpy as np
@@ -9,8 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rankwise._internals.batches import batch_size, to_device
-from rankwise._internals.forward import device_of, run_model
+from rankwise._internals.batches import batch_size
 from rankwise._internals.linalg import as_float64
 from rankwise.errors import InputError, RankwiseError, first_line
 from rankwise.importance.losses import IGNORE_INDEX, Loss, LossBatch, SequenceLosses
@@ -207,7 +207,7 @@ class GatedPasses:
     ) -> None:
         self.model, self.batches, self.loss, self.say = model, batches, loss, say
         self.probes = settings.probes if loss.half else 0
-        self.settings, self._capturing, self._device = settings, dict(capturing), device_of(model)
+        self.settings, self._capturing = settings, dict(capturing)
         # of each sequence with a finite loss: summed loss, number of tokens, and sum that divides costs
         self.losses, self.counts, self._references = np.zeros((3, 0))
         self.choosing = slice(None, None, 2 if settings.hold_out else 1)
@@ -223,7 +223,9 @@ class GatedPasses:
         self.removals = 0
         """Number of heads and blocks."""
         self.restarts = Restarts(model)
-        self._finite: list[Tensor] = []
+        self._whole: list[SequenceLosses] = []
+        # of each sequence: variance of the last losses, or of their changes, as only some tokens are read
+        self.variances, self.value_error = np.zeros(0), math.nan
 
     def whole(self, blocks: Iterable[str] = (), *, gradients: bool = False) -> None:
         """Run every batch once with gates; with ``gradients``, also backward from loss and projections.
@@ -236,6 +238,7 @@ class GatedPasses:
         for number, batch in enumerate(self.batches):
             self.say(f"gradients of batch {number + 1} of {len(self.batches)}")
             self._run_gated(batch, blocks, generator, gradients)
+        self.value_error = self.standard_error()
         if not self.losses.size:
             got, fix = "nothing to predict", f"Use longer sequences, or labels other than {IGNORE_INDEX}."
             if self.nonfinite_sequences:
@@ -288,7 +291,8 @@ class GatedPasses:
         self.sequences += len(finite)
         self.nonfinite_sequences += int((~total.isfinite()).sum())
         self.empty += int((losses.count == 0).sum())
-        self._finite.append(finite)
+        self._whole.append(replace(losses, total=total))
+        self.variances = np.append(self.variances, _numbers(losses.variance(), finite))
         self.losses = np.append(self.losses, _numbers(total, finite))
         self.counts = np.append(self.counts, _numbers(losses.count, finite))
         self._references = np.append(self._references, _numbers(reference, finite))
@@ -296,6 +300,10 @@ class GatedPasses:
     def mean(self, losses: Floats, part: slice = slice(None)) -> float:
         """Return the mean per token of the losses of sequences, of all of them or of a part."""
         return float(losses[part].sum() / self.counts[part].sum())
+
+    def standard_error(self, part: slice = slice(None)) -> float:
+        """Return the standard error of the mean of the last run's losses or changes, from sampled tokens."""
+        return float(np.sqrt(self.variances[part].sum()) / max(self.counts[part].sum(), 1))
 
     def reference(self, part: slice = slice(None)) -> float:
         """Return the number by which costs are divided, of all sequences or of a part."""
@@ -382,11 +390,14 @@ class GatedPasses:
         Each pass restarts at the first block that changes, if it can. Sequences whose loss is not finite in
         the whole model are left out.
         """
-        totals, changed = [], {*blocks, *(call.module for call in heads)}
-        for batch, finite in zip(self.batches, self._finite, strict=True):
+        totals, variances = list[Floats](), list[Floats]()
+        changed = {*blocks, *(call.module for call in heads)}
+        for batch, whole in zip(self.batches, self._whole, strict=True):
             with torch.no_grad(), self.restarts.skipping(batch.number, changed):
                 losses = self.loss.read(self._run(batch, Removal(heads, blocks)), batch)
-            totals.append(_numbers(losses.total, finite))
+            totals.append(_numbers(losses.total, whole.finite))
+            variances.append(_numbers(losses.variance(whole), whole.finite))
+        self.variances = np.concatenate(variances)
         return np.concatenate(totals)
 
     def check_restarts(self) -> list[str]:
@@ -408,7 +419,7 @@ class GatedPasses:
 
     def noise(self) -> float:
         """Return by how much the loss of the first batch changes if the model draws other random numbers."""
-        batch, finite, losses = self.batches[0], self._finite[0], list[float]()
+        batch, finite, losses = self.batches[0], self._whole[0].finite, list[float]()
         for seed in (0, 1):
             with torch.no_grad():
                 read = self.loss.read(self._run(batch, Removal({}, ()), seed=seed), batch)
@@ -425,7 +436,7 @@ class GatedPasses:
         self.forward += 1
         options = self._capturing | {"intervention": intervention, "on_mixer": on_mixer}
         with capture(self.model, on_state=lambda state: None, **options):
-            return run_model(self.model, to_device(batch.batch, self._device), seed=seed)
+            return self.loss.run(self.model, batch, seed)
 
 
 def _numbers(values: Tensor, finite: Tensor) -> Floats:

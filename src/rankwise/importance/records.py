@@ -9,7 +9,7 @@ from pydantic import Field
 from rankwise._internals.records import Address, Count, Number, Record
 from rankwise.errors import RecordError
 
-SETTINGS = ("loss", "unit", "reference_name", "chance", "probes", "seed")
+SETTINGS = ("loss", "unit", "reference_name", "chance", "probes", "seed", "tokens")
 COSTS = ("curvature", "estimate", "exact")
 SUMS = ("sequences", "nonfinite_sequences", "counted", "forward", "backward")
 MORE_TRIES = 16
@@ -31,6 +31,11 @@ class HeadImportance(Record):
     """Estimated cost of removal, to second order: curvature − ∂L/∂ξ."""
     exact: Number = math.nan
     """Exact cost of removal, by a run without the head."""
+    standard_error: Number = math.nan
+    """Standard error of the exact cost, because the loss is read at n of the N tokens of each sequence: the
+    root of Σ N² (1 − n/N) s²/n over sequences, divided by Σ N, with s² the variance over tokens of the change
+    of their losses. 0 if all tokens are read, NaN if one of several is read or the cost is an estimate. Other
+    sequences differ more."""
     why_not: str = ""
     """Reason why no number is known. Empty if a number is known."""
 
@@ -92,6 +97,10 @@ class ImportanceRecord(Record):
     unit: str
     value: Number
     """Loss of the whole model. 0 if the loss measures the change of the output."""
+    standard_error: Number = 0.0
+    """Standard error of `value`, as `HeadImportance.standard_error`, from the losses of tokens."""
+    tokens: Count | None = None
+    """Largest number of tokens of each sequence at which the loss was read. None: all."""
     reference: Number
     """Number by which costs are divided: the loss, an entropy or a squared norm."""
     reference_name: str = "the loss"
@@ -167,10 +176,13 @@ class Importance:
             before: float = getattr(old, name)
             return before + (getattr(new, name) - before) * share
 
+        def error(old: HeadImportance | ImportanceRecord, new: HeadImportance | ImportanceRecord) -> float:
+            return math.hypot((1 - share) * old.standard_error, share * new.standard_error)
+
         def joined(old: I, new: I) -> I:
             means = {name: mean(old, new, name) for name in COSTS}
             why_not = min((importance.why_not for importance in (old, new) if importance.why_not), default="")
-            return old.model_copy(update=means | {"why_not": why_not})
+            return old.model_copy(update=means | {"why_not": why_not, "standard_error": error(old, new)})
 
         self.heads = {
             address: joined(self.heads[address], head)
@@ -188,6 +200,7 @@ class Importance:
             update={name: getattr(first, name) + getattr(second, name) for name in SUMS}
             | {
                 "value": value,
+                "standard_error": error(first, second),
                 "reference": abs(value) if is_loss else mean(first, second, "reference"),
                 "blocks": [joined(block, more[key]) for key, block in blocks.items() if key in more],
                 "removable": None,
