@@ -14,6 +14,7 @@ from rankwise._internals.batches import batch_size
 from rankwise._internals.linalg import as_float64
 from rankwise.errors import InputError, RankwiseError, first_line
 from rankwise.importance.losses import IGNORE_INDEX, Loss, LossBatch, SequenceLosses
+from rankwise.importance.records import MORE_TRIES
 from rankwise.importance.restarts import Restarts
 from rankwise.importance.settings import ImportanceSettings
 from rankwise.tracing import (
@@ -75,7 +76,7 @@ class UnitGate(torch.autograd.Function):
 
 
 class Gates(Intervention):
-    """Intervention that puts gates on each token of heads' outputs, (B, H, T), and on blocks' updates, (B,)."""
+    """Intervention that puts gates on tokens of heads' outputs, (B, H, T), and on blocks' updates, (B,)."""
 
     def __init__(self, blocks: Iterable[str], sequences: int) -> None:
         self.blocks, self._sequences = frozenset(blocks), sequences
@@ -193,7 +194,7 @@ class GateSums:
 class GatedPasses:
     """Forward passes of a model over all batches: with gates (`whole`), or without heads and blocks.
 
-    `capturing`: keyword arguments for `rankwise.capture`. `say`: called with a description of each pass.
+    `capturing`: keyword arguments for `rankwise.capture`. `say`: called when a pass begins.
     """
 
     def __init__(
@@ -205,7 +206,8 @@ class GatedPasses:
         capturing: Mapping[str, Any],
         say: Callable[[str], None],
     ) -> None:
-        self.model, self.batches, self.loss, self.say = model, batches, loss, say
+        self.model, self.batches, self.loss, self._say = model, batches, loss, say
+        self._done = 1
         self.probes = settings.probes if loss.half else 0
         self.settings, self._capturing = settings, dict(capturing)
         # of each sequence with a finite loss: summed loss, number of tokens, and sum that divides costs
@@ -227,6 +229,13 @@ class GatedPasses:
         # of each sequence: variance of the last losses, or of their changes, as only some tokens are read
         self.variances, self.value_error = np.zeros(0), math.nan
 
+    def say(self, what: str) -> None:
+        """Report that a pass begins: of one batch with gates, or of all batches without heads or blocks."""
+        self._done += 1
+        searched = 0 if self.settings.tolerance is None else self.removals.bit_length() + MORE_TRIES
+        planned = 1 + len(self.batches) + (self.removals if self.settings.exact else 0) + searched
+        self._say(f"pass {self._done} of about {max(planned, self._done)}: {what}")
+
     def whole(self, blocks: Iterable[str] = (), *, gradients: bool = False) -> None:
         """Run every batch once with gates; with ``gradients``, also backward from loss and projections.
 
@@ -236,7 +245,7 @@ class GatedPasses:
             raise NotDifferentiableError(self.model, "torch.inference_mode around the call")
         generator = torch.Generator().manual_seed(self.settings.seed)
         for number, batch in enumerate(self.batches):
-            self.say(f"gradients of batch {number + 1} of {len(self.batches)}")
+            self.say(f"{'gradients' if gradients else 'loss'} of batch {number + 1} of {len(self.batches)}")
             self._run_gated(batch, blocks, generator, gradients)
         self.value_error = self.standard_error()
         if not self.losses.size:

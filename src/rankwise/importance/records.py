@@ -12,6 +12,9 @@ from rankwise.errors import RecordError
 SETTINGS = ("loss", "unit", "reference_name", "chance", "probes", "seed", "tokens")
 COSTS = ("curvature", "estimate", "exact")
 SUMS = ("sequences", "nonfinite_sequences", "counted", "forward", "backward")
+FEW_PASSES = 50
+"""Number of forward passes per batch up to which costs are exact by default: about 100 heads and blocks.
+Estimates take fewer passes, but on Gemma 3 270M their Spearman correlation with exact costs is only 0.82."""
 MORE_TRIES = 16
 """Number of heads that are tried one by one after the first head that exceeds the tolerance."""
 NOT_SEARCHED = "which heads can go together is not known of merged audits: that takes runs on all of the data"

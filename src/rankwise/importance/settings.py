@@ -21,8 +21,8 @@ class ImportanceSettings:
 
     Args:
         exact: True also removes heads one by one; for state-space channels, audits remove only measured
-            channels. False only estimates. None removes them instead of estimating if that takes no more
-            time, counted in passes, or if no gradients flow.
+            channels. False only estimates. None removes them instead of estimating if that takes at most 50
+            forward passes per batch (about 100 heads and blocks), or if no gradients flow.
         estimates: compute gradients.
         tolerance: allowed cost of removing a set of heads together, as a fraction of the loss. If the loss
             measures a change of the output, it is a fraction of the entropy of predictions or of the squared
@@ -47,7 +47,7 @@ class ImportanceSettings:
     tolerance: float | None = 0.01
     hold_out: bool = True
     loss: LossName | LossFunction = "auto"
-    probes: int = 8
+    probes: int = 4
     seed: int = 0
     mask_token: int | None = None
     tokens: int | None = None
@@ -57,7 +57,7 @@ class ImportanceSettings:
             one_of("loss", self.loss, LOSSES)
         if self.tolerance is not None:
             in_range("`tolerance`", self.tolerance, "[0, inf)", fix="Take 0.01 for one per cent.")
-        whole_number("`probes`", self.probes, 0, fix="Take 8.")
+        whole_number("`probes`", self.probes, 0, fix="Take 4.")
         if self.tokens is not None:
             whole_number("`tokens`", self.tokens, 1, fix="Take 64, or None for the default.")
 
