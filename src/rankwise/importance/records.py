@@ -29,9 +29,9 @@ class HeadImportance(Record):
 
     curvature: Number = math.nan
     """½ ∂²L/∂ξ² for a gate (factor) ξ = 1 on the head's output: a Gauss–Newton estimate from random
-    projections of the output, of which the heads of a layer share the sum in proportion to the sums over gates
-    per token. Without projections: half of the empirical Fisher information, ½ Σ_i
-    (∂S_i/∂ξ)² / N, with S_i the summed loss of sequence i, and N tokens or labels."""
+    projections of the output. The heads of a layer share its sum in proportion to sums over gates per token.
+    Without projections: half of the empirical Fisher information, ½ Σ_i (∂S_i/∂ξ)² / N, with S_i the summed
+    loss of sequence i, and N tokens or labels."""
     estimate: Number = math.nan
     """Estimated cost of removal, to second order: curvature − ∂L/∂ξ."""
     exact: Number = math.nan
