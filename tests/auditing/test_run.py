@@ -416,11 +416,21 @@ def test_an_audit_without_a_result_is_refused(
         rw.audit(model(), batches, **options)
 
 
-def test_progress_names_batch_and_site() -> None:
-    steps: list[tuple[int, str]] = []
-    rw.audit(nano_gpt(), [token_ids()] * 2, on_progress=lambda done, site: steps.append((done, site)))
-    assert steps[-1] == (1, "transformer.h.2")
-    assert {done for done, _ in steps} == {0, 1}
+@pytest.mark.parametrize("known", [True, False], ids=["list", "generator"])
+def test_progress_names_batch_and_module_and_the_share_grows(known: bool) -> None:
+    steps: list[tuple[str, float]] = []
+    given = [token_ids()] * 2
+    batches = given if known else (batch for batch in given)
+    rw.audit(nano_gpt(), batches, on_progress=lambda step, done: steps.append((step, done)))
+    total = " of 2" if known else ""
+    assert steps[-1][0] == f"batch 2{total}: transformer.h.2"
+    first, second = ([done for step, done in steps if step.startswith(f"batch {n}{total}")] for n in (1, 2))
+    assert [first, second] == [sorted(first), sorted(second)]
+    assert 0 <= min(first) < max(first) <= (0.5 if known else 1)
+    if known:
+        assert second == pytest.approx([share + 0.5 for share in first])
+    else:
+        assert second == first
 
 
 def test_functions_keep_their_names_after_imports_of_modules() -> None:

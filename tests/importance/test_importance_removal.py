@@ -74,7 +74,7 @@ def test_merged_importance_of_a_split_equals_importance_of_all_sequences(split):
 
 
 def test_ctrl_c_keeps_finished_removals():
-    def interrupt(what):
+    def interrupt(what, done):
         if what.startswith("without head 3 of 8"):
             raise KeyboardInterrupt
 

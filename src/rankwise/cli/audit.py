@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+from click.core import ParameterSource
 
 from rankwise.cli import options
 from rankwise.errors import InputError, one_of
@@ -98,7 +99,11 @@ def command(
         str | None, typer.Option(help="Spread over devices: auto, balanced, sequential, a device, or JSON.")
     ] = None,
     offload_folder: Annotated[
-        Path | None, typer.Option(help="Folder for weights that the device map puts on the disk.")
+        Path | None,
+        typer.Option(
+            help="Leave weights on the disk that exceed half of the free memory, converted in this folder if "
+            "necessary. All sequences run in one batch, to read weights once, unless --batch-size is given."
+        ),
     ] = None,
     dtype: options.Dtype = "auto",
     tokenizer: Annotated[
@@ -140,6 +145,8 @@ def command(
     settings = AuditSettings.of(delta=delta, rank_method=rank_method, attention_maps=attention_maps)
     if is_demo and images is None and dataset is None:
         text = text or demo_text()
+    if offload_folder is not None and context.get_parameter_source("batch_size") is ParameterSource.DEFAULT:
+        batch_size = sequences
     costs = parse_importance(importance, is_demo, importance_tolerance, importance_loss, only_loss=loss)
     job = AuditJob(
         model=str(demo_model()) if is_demo else "", text=text, images=images,

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rankwise._internals.batches import Batch, drop_unused_labels, each_batch, to_device
-from rankwise._internals.forward import device_of, preserve_random_state, run_model
+from rankwise._internals.forward import Progress, device_of, preserve_random_state, run_model
 from rankwise._internals.statistics import t_quantile
 from rankwise._internals.threads import exclusive
 from rankwise.errors import InputError
@@ -61,7 +61,7 @@ def measure_importance(
     blocks: str | None = None,
     heads: Mapping[Address, Sequence[int]] | None = None,
     group: Group | None = None,
-    on_progress: Callable[[str], None] | None = None,
+    on_progress: Progress = lambda step, done: None,
 ) -> Importance:
     """Measure the cost of removing each head and block, and the largest set of heads removable together.
 
@@ -88,7 +88,7 @@ def measure_importance(
         blocks: as in `rankwise.capture`.
         heads: per mixer (address without a head), indices of heads to remove one by one; all by default.
         group: function from a head to a key. Heads with equal keys are removed together, with None never.
-        on_progress: called with a description of each pass.
+        on_progress: function called with each pass in words, and the finished share of the passes, or NaN.
 
     Raises:
         InputError: if the loss does not fit the model, or is finite for no sequence, or if it only compares
@@ -104,7 +104,10 @@ def measure_importance(
     """
     settings, every, choice = settings or ImportanceSettings(), list(each_batch(batches)), ""
     decides = settings.exact is None
-    say = on_progress or (lambda what: None)
+
+    def say(step: str) -> None:
+        on_progress(step, math.nan)
+
     capturing: dict[str, Any] = {"sites": sites, "blocks": blocks}
     passes, placed = _start(model, every, settings, capturing, say, heads)
     if decides:
