@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from click.core import ParameterSource
 
 from rankwise.cli import options
 from rankwise.errors import InputError, one_of
@@ -145,7 +144,8 @@ def command(
     settings = AuditSettings.of(delta=delta, rank_method=rank_method, attention_maps=attention_maps)
     if is_demo and images is None and dataset is None:
         text = text or demo_text()
-    if offload_folder is not None and context.get_parameter_source("batch_size") is ParameterSource.DEFAULT:
+    source = context.get_parameter_source("batch_size")
+    if offload_folder is not None and source and source.name == "DEFAULT":
         batch_size = sequences
     costs = parse_importance(importance, is_demo, importance_tolerance, importance_loss, only_loss=loss)
     job = AuditJob(
