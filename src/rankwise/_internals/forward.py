@@ -37,6 +37,13 @@ def config_value(source: Any, *names: str, default: Any = None) -> Any:
         return default
 
 
+def vocabulary(model: nn.Module) -> int:
+    """Return the number of rows of the output embedding of a transformers model. Return 0 if unknown."""
+    find_head: Callable[[], Any] = getattr(model, "get_output_embeddings", lambda: None)
+    weight = getattr(find_head(), "weight", None)
+    return len(weight) if isinstance(weight, Tensor) else 0
+
+
 def run_model(model: nn.Module, batch: Batch, *, seed: int | None = 0) -> Any:
     """Call ``model(**batch)`` for a dict, ``model(*batch)`` for a tuple or list, otherwise ``model(batch)``.
 

@@ -65,7 +65,7 @@ class AuditJob:
             methods = {True: "exact", False: "estimate", None: "auto"}
             given["importance"] = None if given["loss"] else methods[importance.exact]
             defaults |= {"loss": False, "importance": None}
-            for name in ("tolerance", "loss"):
+            for name in ("tolerance", "loss", "tokens"):
                 given[f"importance_{name}"] = getattr(importance, name)
                 defaults[f"importance_{name}"] = getattr(type(importance), name)
         return {

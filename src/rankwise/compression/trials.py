@@ -19,7 +19,8 @@ from rankwise._internals.linalg import as_float64
 from rankwise.auditing.error_hints import batch_errors
 from rankwise.compression.records import HeadWidth, LatentRank
 from rankwise.errors import CompressionError, first_line
-from rankwise.importance.losses import CHUNK, real_outputs
+from rankwise.importance.losses import real_outputs
+from rankwise.importance.output_head import CHUNK
 
 Layer = TypeVar("Layer", bound=Any)
 """Type of an attention layer with its `name` in the model."""
