@@ -13,6 +13,7 @@ from tests.auditing.same_audits import differences
 from tests.support.modules import Average, GivenAttention, kind, token_ids
 from tests.tracing.capture_zoo import Head
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import rankwise as rw
 from rankwise.auditing import AuditError
@@ -414,6 +415,21 @@ def test_an_audit_without_a_result_is_refused(
 ) -> None:
     with pytest.raises(error, match=message):
         rw.audit(model(), batches, **options)
+
+
+@pytest.mark.parametrize("labelled", [False, True])
+def test_an_audit_computes_logits_only_if_the_model_computes_a_loss(labelled: bool) -> None:
+    config = LlamaConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, vocab_size=64
+    )
+    model, lengths = LlamaForCausalLM(config).eval(), list[int]()
+    model.lm_head.register_forward_hook(lambda module, args, output: lengths.append(output.shape[1]))
+    ids = token_ids()["input_ids"]
+    batch = {"input_ids": ids, "labels": ids} if labelled else {"input_ids": ids}
+    found = rw.audit(model, [batch])
+    assert lengths == [ids.shape[1] if labelled else 1]
+    bare = rw.audit(model.model, [{"input_ids": ids}])
+    assert [head.effective_rank for head in found.heads] == [head.effective_rank for head in bare.heads]
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["list", "generator"])

@@ -10,7 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from rankwise._internals.batches import Batch, batch_size, drop_unused_labels, each_batch, to_device
+from rankwise._internals.batches import (
+    Batch,
+    batch_size,
+    drop_unused_labels,
+    each_batch,
+    to_device,
+    without_logits,
+)
 from rankwise._internals.forward import (
     Progress,
     check_in_memory,
@@ -204,7 +211,7 @@ class Run:
                 self._note(left_out)
             self._batch = batch
             with batch_errors(self.model, batch, f"`batches`, batch {self.batches + 1}"):
-                run_model(self.model, to_device(batch, device))
+                run_model(self.model, to_device(without_logits(self.model, batch), device))
             self._take_batch()
             self.batches += 1
             self.sequences += batch_size(batch)
