@@ -13,6 +13,7 @@ from tests.auditing.same_audits import differences
 from tests.support.modules import Average, GivenAttention, kind, token_ids
 from tests.tracing.capture_zoo import Head
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import rankwise as rw
 from rankwise.auditing import AuditError
@@ -416,11 +417,36 @@ def test_an_audit_without_a_result_is_refused(
         rw.audit(model(), batches, **options)
 
 
-def test_progress_names_batch_and_site() -> None:
-    steps: list[tuple[int, str]] = []
-    rw.audit(nano_gpt(), [token_ids()] * 2, on_progress=lambda done, site: steps.append((done, site)))
-    assert steps[-1] == (1, "transformer.h.2")
-    assert {done for done, _ in steps} == {0, 1}
+@pytest.mark.parametrize("labelled", [False, True])
+def test_an_audit_computes_logits_only_if_the_model_computes_a_loss(labelled: bool) -> None:
+    config = LlamaConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, vocab_size=64
+    )
+    model, lengths = LlamaForCausalLM(config).eval(), list[int]()
+    model.lm_head.register_forward_hook(lambda module, args, output: lengths.append(output.shape[1]))
+    ids = token_ids()["input_ids"]
+    batch = {"input_ids": ids, "labels": ids} if labelled else {"input_ids": ids}
+    found = rw.audit(model, [batch])
+    assert lengths == [ids.shape[1] if labelled else 1]
+    bare = rw.audit(model.model, [{"input_ids": ids}])
+    assert [head.effective_rank for head in found.heads] == [head.effective_rank for head in bare.heads]
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["list", "generator"])
+def test_progress_names_batch_and_module_and_the_share_grows(known: bool) -> None:
+    steps: list[tuple[str, float]] = []
+    given = [token_ids()] * 2
+    batches = given if known else (batch for batch in given)
+    rw.audit(nano_gpt(), batches, on_progress=lambda step, done: steps.append((step, done)))
+    total = " of 2" if known else ""
+    assert steps[-1][0] == f"batch 2{total}: transformer.h.2"
+    first, second = ([done for step, done in steps if step.startswith(f"batch {n}{total}")] for n in (1, 2))
+    assert [first, second] == [sorted(first), sorted(second)]
+    assert 0 <= min(first) < max(first) <= (0.5 if known else 1)
+    if known:
+        assert second == pytest.approx([share + 0.5 for share in first])
+    else:
+        assert second == first
 
 
 def test_functions_keep_their_names_after_imports_of_modules() -> None:

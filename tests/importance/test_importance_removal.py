@@ -77,7 +77,7 @@ def test_merged_importance_of_a_split_equals_importance_of_all_sequences(split):
 def test_ctrl_c_keeps_finished_removals():
     said = []
 
-    def interrupt(what):
+    def interrupt(what, done):
         said.append(what)
         if what.endswith("without head 2 of transformer.h.0.attn"):
             raise KeyboardInterrupt

@@ -106,7 +106,11 @@ def command(
         str | None, typer.Option(help="Spread over devices: auto, balanced, sequential, a device, or JSON.")
     ] = None,
     offload_folder: Annotated[
-        Path | None, typer.Option(help="Folder for weights that the device map puts on the disk.")
+        Path | None,
+        typer.Option(
+            help="Leave weights on the disk that exceed half of the free memory, converted in this folder if "
+            "necessary. All sequences run in one batch, to read weights once, unless --batch-size is given."
+        ),
     ] = None,
     dtype: options.Dtype = "auto",
     tokenizer: Annotated[
@@ -148,6 +152,9 @@ def command(
     settings = AuditSettings.of(delta=delta, rank_method=rank_method, attention_maps=attention_maps)
     if is_demo and images is None and dataset is None:
         text = text or demo_text()
+    source = context.get_parameter_source("batch_size")
+    if offload_folder is not None and source and source.name == "DEFAULT":
+        batch_size = sequences
     costs = parse_importance(
         importance, is_demo, importance_tolerance, importance_loss, importance_tokens, only_loss=loss
     )

@@ -83,10 +83,10 @@ def command(
         if model is not None:
             loaded = load_model(model)
             data = load_data(loaded, text=text, images=images, tokens=tokens)
-        with output.show_progress("drawing random heads", trials) as show:
+        with output.show_progress("drawing random heads") as on_progress:
             plan = plan_head_dim(
                 tokens, mask, positions, **sizes, least_gain=least_gain, trials=trials, seed=seed,
-                on_trial=lambda done: show(done=done),
+                on_progress=on_progress,
             )  # fmt: skip
         about = {
             "command": output.command_line(),

@@ -150,7 +150,7 @@ def _try(
     with show_progress() as say:
         runs = try_lambdas(
             build, inputs.batches, values, steps=steps, lr=lr, alternatives=builds,
-            on_run=lambda name: say(f"training, {name}"), **loss,
+            on_progress=say, **loss,
         )  # fmt: skip
     print_results(trial_document(runs, f"{inputs.data} · learning rate {lr:g}", steps))
     if len(runs) <= len(values) + len(builds):

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from statistics import median
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rankwise._internals.batches import batch_size, first_sequences, tensors_in, to_device
-from rankwise._internals.forward import Change, config_value, device_of, run_model
+from rankwise._internals.forward import Change, Progress, config_value, device_of, run_model
 from rankwise._internals.linalg import as_float64
 from rankwise._internals.torch_private import preserve_state
 from rankwise.errors import InputError
@@ -35,18 +35,18 @@ def evaluate(
     changes: list[Change],
     old: dict[str, Any],
     timed: bool,
-    on_step: Callable[[str], None],
+    on_progress: Progress,
 ) -> dict[str, Any]:
     """Return the measured fields of a `Compression`, for the original and the changed model.
 
     The changes must be applied before the call, and they stay applied. `old` is the `snapshot` of the
     original, made before the work, so that no work is lost if a measurement fails.
     """
-    on_step("comparing outputs")
+    on_progress("comparing outputs", math.nan)
     batches = [to_device(batch, device_of(model)) for batch in batches]
     fields = old | snapshot(model, batches, "after") | compare_outputs(model, batches, changes)
     if timed:
-        on_step("measuring time")
+        on_progress("measuring time", math.nan)
         fields |= measure_seconds(model, batches[0], changes)
     return fields
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rankwise._internals.batches import Batch, each_batch
-from rankwise._internals.forward import preserve_random_state
+from rankwise._internals.forward import Progress, preserve_random_state
 from rankwise._internals.statistics import t_quantile
 from rankwise._internals.threads import exclusive
 from rankwise.errors import InputError
@@ -62,7 +62,7 @@ def measure_importance(
     blocks: str | None = None,
     heads: Mapping[Address, Sequence[int]] | None = None,
     group: Group | None = None,
-    on_progress: Callable[[str], None] | None = None,
+    on_progress: Progress = lambda step, done: None,
 ) -> Importance:
     """Measure the cost of removing each head and block, and the largest set of heads removable together.
 
@@ -89,7 +89,8 @@ def measure_importance(
         blocks: as in `rankwise.capture`.
         heads: per mixer (address without a head), indices of heads to remove one by one; all by default.
         group: function from a head to a key. Heads with equal keys are removed together, with None never.
-        on_progress: called with a description of each pass, "pass 34 of about 120: without head 3 of …".
+        on_progress: function called with each pass, "pass 34 of about 120: without head 3 of …", and the
+            finished share of the passes.
 
     Raises:
         InputError: if the loss does not fit the model, or is finite for no sequence, or if it only compares
@@ -105,9 +106,8 @@ def measure_importance(
     """
     settings, every, choice = settings or ImportanceSettings(), list(each_batch(batches)), ""
     decides = settings.exact is None
-    say = on_progress or (lambda what: None)
     capturing: dict[str, Any] = {"sites": sites, "blocks": blocks}
-    passes, placed = _start(model, every, settings, capturing, say, heads)
+    passes, placed = _start(model, every, settings, capturing, on_progress, heads)
     if decides:
         settings, choice = _choose_method(passes)
         passes.settings = settings
@@ -125,7 +125,7 @@ def measure_importance(
             raise
         settings, choice = replace(settings, exact=True, estimates=False), ""
         # sums of the failed run are partial
-        passes, placed = _start(model, every, settings, capturing, say, heads)
+        passes, placed = _start(model, every, settings, capturing, on_progress, heads)
         notes.append(f"importance without estimates: no gradients flow ({error.got})")
         passes.whole(placed)
     if passes.empty:
@@ -198,7 +198,7 @@ def ablation_cost(
     """
     capturing: dict[str, Any] = {"sites": sites, "blocks": blocks}
     every, settings = list(each_batch(batches)), settings or ImportanceSettings()
-    passes, _ = _start(model, every, settings, capturing, lambda what: None)
+    passes, _ = _start(model, every, settings, capturing, lambda step, done: None)
     passes.whole()
     losses, reference = passes.without(passes.by_call(heads)), passes.reference()
     cost = passes.mean(losses - passes.losses)
@@ -236,14 +236,14 @@ def _start(
     every: Sequence[Batch],
     settings: ImportanceSettings,
     capturing: dict[str, Any],
-    say: Callable[[str], None],
+    on_progress: Progress,
     chosen: Mapping[Address, Sequence[int]] | None = None,
 ) -> tuple[GatedPasses, dict[str, tuple[str, int]]]:
     """Run the first batch and choose a loss. Return the passes, and the stack and layer of each block.
 
     ``chosen`` are the heads to remove one by one, as in `measure_importance`.
     """
-    say("pass 1: the first batch, to see its output")
+    on_progress("pass 1: the first batch, to see its output", 0.0)
     placed: dict[str, tuple[str, int]] = {}
     heads: dict[Address, int] = {}
 
@@ -263,7 +263,7 @@ def _start(
         sampled = settings.estimates or settings.exact is not False
         loss, batches = choose_loss(model, every, first, settings, sampled=sampled)
     del first
-    passes = GatedPasses(model, batches, loss, settings, capturing, say)
+    passes = GatedPasses(model, batches, loss, settings, capturing, on_progress)
     passes.forward, passes.draws, passes.removals = 1, drawn, sum(heads.values()) + len(placed)
     return passes, placed
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from rankwise._internals.batches import batch_size
+from rankwise._internals.forward import Progress
 from rankwise._internals.linalg import as_float64
 from rankwise.errors import InputError, RankwiseError, first_line
 from rankwise.importance.losses import IGNORE_INDEX, Loss, LossBatch, SequenceLosses
@@ -194,7 +195,7 @@ class GateSums:
 class GatedPasses:
     """Forward passes of a model over all batches: with gates (`whole`), or without heads and blocks.
 
-    `capturing`: keyword arguments for `rankwise.capture`. `say`: called when a pass begins.
+    `capturing`: keyword arguments for `rankwise.capture`. `on_progress`: called when a pass begins.
     """
 
     def __init__(
@@ -204,9 +205,9 @@ class GatedPasses:
         loss: Loss,
         settings: ImportanceSettings,
         capturing: Mapping[str, Any],
-        say: Callable[[str], None],
+        on_progress: Progress,
     ) -> None:
-        self.model, self.batches, self.loss, self._say = model, batches, loss, say
+        self.model, self.batches, self.loss, self._on_progress = model, batches, loss, on_progress
         self._done = 1
         self.probes = settings.probes if loss.half else 0
         self.settings, self._capturing = settings, dict(capturing)
@@ -234,7 +235,8 @@ class GatedPasses:
         self._done += 1
         searched = 0 if self.settings.tolerance is None else self.removals.bit_length() + MORE_TRIES
         planned = 1 + len(self.batches) + (self.removals if self.settings.exact else 0) + searched
-        self._say(f"pass {self._done} of about {max(planned, self._done)}: {what}")
+        planned = max(planned, self._done)
+        self._on_progress(f"pass {self._done} of about {planned}: {what}", (self._done - 1) / planned)
 
     def whole(self, blocks: Iterable[str] = (), *, gradients: bool = False) -> None:
         """Run every batch once with gates; with ``gradients``, also backward from loss and projections.

@@ -83,14 +83,12 @@ class Restarts:
                     self.why_not = f"{call.name!r} differs if the blocks before it are skipped"
                 raise _BlockRan
 
-            here = {name}
+            def is_checked(module: str, _: object, name: str = name) -> bool:
+                return module == name
+
+            calls = ModuleCalls(self._model, where=is_checked, on_leave=leave)
             try:
-                with (
-                    self.skipping(number, here),
-                    ModuleCalls(
-                        self._model, where=lambda name, _, here=here: name in here, on_leave=leave
-                    ).following(),
-                ):
+                with self.skipping(number, [name]), calls.following():
                     run(number)
             except _BlockRan:
                 pass
