@@ -83,8 +83,9 @@ def audit(
 
     Cost: one forward pass per batch. Exact ranks need the eigenvalues of a Gram matrix per head and sequence
     (T S min(T, S) time, 8 T S bytes). Estimated ranks need 67 passes over the rows (O(T S K) time, O(T + S)
-    memory). With ``importance``, each batch needs one more forward pass, nine backward passes, and 5 to 30
-    forward passes with sets of heads removed. "exact" adds a forward pass per head and block.
+    memory). With ``importance``, each batch needs two more forward passes, half a forward pass per head and
+    block or, beyond 100 of them, five backward passes, and 8 more forward passes than log2 of the number of
+    heads, to remove sets of them. "exact" needs both.
 
     Args:
         model: any `torch.nn.Module`.
@@ -103,7 +104,8 @@ def audit(
             "all", "3:7,5:0" (layer:head), or pairs. A map (`AttentionMap`) has at most 128×128 entries;
             longer sequences are averaged block by block. Cost per head: a product with 128 columns, 43 KiB.
         importance: measure the loss without each head and block, and which heads can be removed together.
-            True estimates the losses from gradients. "exact" also removes heads and blocks one by one.
+            True removes heads and blocks one by one, or beyond 100 of them estimates the losses from
+            gradients. "exact" does both.
             `rankwise.importance.ImportanceSettings` has more options, such as the loss.
         loss: also measure the loss of the model, as ``audit.importance.value``, by one more forward pass.
         at_init: audit copies of the model at initialization on the same batches, one at a time. True for
