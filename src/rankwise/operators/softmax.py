@@ -168,7 +168,8 @@ class SoftmaxMixing(MixingOperator):
 
 def _softmax(logits: Tensor) -> Tensor:
     """Return the softmax of rows. A row of −inf, whose softmax is NaN, is set to 0, as in torch."""
-    return torch.softmax(logits, dim=-1).masked_fill(logits.amax(-1, keepdim=True).isneginf(), 0)
+    rows, empty = torch.softmax(logits, dim=-1), logits.amax(-1, keepdim=True).isneginf()
+    return rows.masked_fill(empty, 0) if bool(empty.any()) else rows
 
 
 def hidden_by(bias: Tensor) -> Tensor:
