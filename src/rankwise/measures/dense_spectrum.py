@@ -34,8 +34,8 @@ PartFunction = Callable[[Tensor], tuple[Tensor, ...]]
 """Function that maps N finite float64 matrices (N, T, S) to a tuple of tensors (N, ...)."""
 
 EPS = torch.finfo(torch.float64).eps
-ROW_BLOCKS = 8
-"""Number of row blocks of the symmetric Gram matrix. Only half is computed, with 9/16 of all products."""
+ROW_BLOCKS = 4
+"""Number of row blocks of the symmetric Gram matrix. Only half is computed, with 5/8 of all products."""
 
 
 def gram_or_svd(
