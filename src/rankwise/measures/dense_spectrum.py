@@ -25,7 +25,7 @@ SVD_SIZE = 96
 """Size below which the SVD is computed: for min(T, S) < SVD_SIZE, the SVD is as fast as the Gram matrix."""
 EFFECTIVE_RTOL = 1e-2
 """Bound on the relative error of the effective rank; the SVD is computed if rounding may exceed the bound."""
-PART_BYTES = {"cpu": 2**20}
+PART_BYTES = {"cpu": 2**21}
 """Bytes of float64 matrices that one CPU thread decomposes together; several such parts fit the cache."""
 DEVICE_PART_BYTES = 2**29
 """Bytes of float64 matrices that an accelerator decomposes together."""
@@ -158,18 +158,11 @@ def lower_gram(matrices: Float64[Tensor, "N T S"]) -> Float64[Tensor, "N R R"]:
     step = -(-rows // ROW_BLOCKS)
     for start in range(0, rows, step):
         stop = min(start + step, rows)
-        block = wide[:, start:stop]
-        seen = block[..., : _reach(block)]
-        torch.matmul(seen, wide[:, start:, : seen.shape[-1]].mT, out=upper[:, start:stop, start:])
+        block, reach = wide[:, start:stop], wide.shape[-1]
+        if stop < reach and not bool(torch.linalg.vector_norm(block[..., stop:])):
+            reach = stop  # a causal matrix is 0 right of the diagonal
+        torch.matmul(block[..., :reach], wide[:, start:, :reach].mT, out=upper[:, start:stop, start:])
     return upper.mT
-
-
-def _reach(block: Float64[Tensor, "N R C"]) -> int:
-    """Return the number of columns up to the last nonzero column: few in early rows of causal matrices."""
-    if bool((block[..., -1] != 0).any()):
-        return block.shape[-1]
-    used = ((block.amax(-2) != 0) | (block.amin(-2) != 0)).any(0)
-    return int((used * torch.arange(1, len(used) + 1, device=used.device)).amax())
 
 
 def map_parts(mixing: Mixing, subject: str, function: PartFunction) -> tuple[Tensor, ...]:
@@ -186,11 +179,11 @@ def map_parts(mixing: Mixing, subject: str, function: PartFunction) -> tuple[Ten
         matrices = as_matrices(mixing[index] if index else mixing, subject)
         batch = matrices.reshape(math.prod(matrices.shape[:-2]), *matrices.shape[-2:])
         finite = all_finite(batch)
-        if not bool(finite.all()):
-            batch = batch.masked_fill(~finite[:, None, None], 0)
+        if bool(finite.all()):
+            return list(function(batch))
         return [
             numbers.masked_fill(~finite.view(-1, *[1] * (numbers.ndim - 1)), math.nan)
-            for numbers in function(batch)
+            for numbers in function(batch.masked_fill(~finite[:, None, None], 0))
         ]
 
     # Parts run one by one on an accelerator, and for autograd, which records a graph on one thread only.
