@@ -18,7 +18,7 @@ from rankwise.errors import ShapeError
 from rankwise.measures.registry import MEASURES, Mixing, Rows, RowStatistic, as_operator
 from rankwise.operators import MixingOperator
 
-BLOCK_BYTES = {"cpu": 2**20}
+BLOCK_BYTES = {"cpu": 2**21}
 """Bytes of float64 rows per block on a CPU, so that a block fits into the CPU cache."""
 DEVICE_BLOCK_BYTES = 2**28
 """Bytes of float64 rows per block on an accelerator."""
@@ -48,7 +48,7 @@ class RowWalk:
         self.largest_logit = torch.full_like(self.size, -math.inf)
         """Largest logit of each matrix; NaN if the operator has no logits, −∞ if masks hide all of them."""
         plain = bool((scale == 1).all())
-        for start, rows, logits in _blocks(operator):
+        for start, rows, logits in row_blocks(operator):
             scaled = rows if plain else rows / scale
             self.largest_logit = torch.maximum(self.largest_logit, logits.amax(MATRIX))
             self.size = torch.hypot(self.size, norm(scaled, MATRIX))
@@ -126,7 +126,8 @@ def _walk(operator: MixingOperator, statistics: Iterable[type[RowStatistic]]) ->
     return RowWalk(operator, statistics, scale[..., None, None])
 
 
-def _blocks(operator: MixingOperator) -> Iterator[tuple[int, Rows, Tensor]]:
+def row_blocks(operator: MixingOperator) -> Iterator[tuple[int, Rows, Tensor]]:
+    """Yield the first row, the rows and the logits of each block of rows, in float64."""
     *batch, tokens, sources = operator.shape
     limit = BLOCK_BYTES.get(operator.device.type, DEVICE_BLOCK_BYTES)
     step = max(1, limit // (8 * max(math.prod(batch), 1) * sources))
