@@ -331,8 +331,10 @@ class Run:
 
     def _provenance(self) -> Provenance:
         given = self.settings.provenance
-        heads = [(head.layer, head.head) for head in self.statistics.head_records()]
-        missing = [] if self.maps is None else self.maps.missing(heads)
+        missing = []
+        if self.maps is not None:
+            heads = [(head.layer, head.head) for head in self.statistics.head_records()]
+            missing = self.maps.missing(heads)
         measured: dict[str, Any] = {
             "delta": self.settings.delta, "batches": self.batches, "sequences": self.sequences,
             "data_digests": [self.data.value] if self.data.value else [],
