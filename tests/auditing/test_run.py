@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from experiments.zoo.transformers import BERT, LLAMA, hugging_face, nano_gpt
-from tests.auditing.same_audits import differences
+from tests.auditing.same_audits import compared, differences
 from tests.support.modules import Average, GivenAttention, kind, token_ids
 from tests.tracing.capture_zoo import Head
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import rankwise as rw
 from rankwise.auditing import AuditError
 from rankwise.auditing.comparison import layer_means
+from rankwise.auditing.provenance import weights_digest
 from rankwise.errors import CaptureError, InputError, RankwiseError
 from rankwise.measures import logit_moments, required_head_dim
 from rankwise.theory import random_head_rank, rank_barrier
@@ -373,6 +374,27 @@ def test_a_failure_names_its_batch_and_keeps_earlier_batches(batches: Any, messa
     assert (partial.complete, partial.heads[0].sequences) == (False, 2)
     with pytest.raises(InputError, match=r"`batches`, batch 1: .*IndexError"):
         rw.audit(bert(), [BAD])
+
+
+def test_a_device_that_fails_loses_no_finished_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After such an error, a weight can no longer be read."""
+    model, calls, whole = bert(), list[int](), rw.audit(bert(), [token_ids()])
+
+    def lose(*_: object) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    def digest(model: nn.Module) -> str:
+        if len(calls) == 2:
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+        return weights_digest(model)
+
+    model.register_forward_pre_hook(lose)
+    monkeypatch.setattr("rankwise.auditing.run.weights_digest", digest)
+    with pytest.raises(AuditError, match=r"batch 2: .*CUDA error.* start a new process") as caught:
+        rw.audit(model, [token_ids()] * 2)
+    assert compared(caught.value.audit, whole, {"complete", "model"}) == []
 
 
 def test_a_batch_counts_if_it_is_whole_except_the_first() -> None:

@@ -173,7 +173,7 @@ class Run:
         self._on_progress = settings.on_progress or (lambda step, done: None)
         modules = dict(model.named_modules()) if isinstance(model, nn.Module) else {}
         self._place = {name: place / len(modules) for place, name in enumerate(modules)}
-        self._planned, self._reached = 0, 0.0
+        self._planned, self._reached, self._digest = 0, 0.0, ""
 
     def run(self, batches: Iterable[Batch]) -> None:
         """Audit all batches; then audit copies at initialization and measure importance, if requested."""
@@ -185,6 +185,8 @@ class Run:
         if at_init is not None or importance is not None:
             batches = list(each_batch(batches))
         self._planned = length_hint(batches)
+        if "weights_digest" not in self.settings.provenance:
+            self._digest = weights_digest(self.model)  # now, because a device may fail during the audit
         with sharded_again(self.model), fresh_autocast_cache(), ExitStack() as stack:
             stack.enter_context(uncompiled())
             if isinstance(self.model, nn.Module) and compiled_modules(self.model):
@@ -331,14 +333,15 @@ class Run:
 
     def _provenance(self) -> Provenance:
         given = self.settings.provenance
-        heads = [(head.layer, head.head) for head in self.statistics.head_records()]
-        missing = [] if self.maps is None else self.maps.missing(heads)
+        missing = []
+        if self.maps is not None:
+            heads = [(head.layer, head.head) for head in self.statistics.head_records()]
+            missing = self.maps.missing(heads)
         measured: dict[str, Any] = {
             "delta": self.settings.delta, "batches": self.batches, "sequences": self.sequences,
             "data_digests": [self.data.value] if self.data.value else [],
-            "seconds": round(perf_counter() - self.started, 1),
+            "seconds": round(perf_counter() - self.started, 1), "weights_digest": self._digest,
         }  # fmt: skip
-        measured |= {} if "weights_digest" in given else {"weights_digest": weights_digest(self.model)}
         notes = list(dict.fromkeys((*self.notes, *missing, *self.trace.notes, *given.get("notes", ()))))
         return provenance_of(self.model, measured, {**given, "notes": notes})
 
