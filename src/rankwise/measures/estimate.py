@@ -24,6 +24,7 @@ from rankwise.measures.quadrature import (
 from rankwise.measures.rank import Estimate
 from rankwise.measures.registry import Mixing, as_operator
 from rankwise.operators import MixingOperator
+from rankwise.operators.base import TransposedMixing
 
 __all__ = ["SpectrumEstimate", "estimate_spectrum"]
 
@@ -153,6 +154,7 @@ class _MatrixEstimate:
 
     def __init__(self, gram: Gram, krylov: Krylov, products: int, steps: int) -> None:
         self.scale, self.energy, self.products, self.steps = gram.scale, gram.energy, products, steps
+        self.slack = gram.slack * math.sqrt(gram.energy)  # bound on the change of each σ of M/scale
         self.limit = min(gram.rows, gram.columns)
         self.estimator = TraceEstimator(krylov, self.energy, self.limit)
         self.quantile = t_quantile(krylov.start.shape[1] - 2)
@@ -164,6 +166,8 @@ class _MatrixEstimate:
         by_ritz, by_probes = self._entropy(self.estimator.by_ritz), self._entropy(self.estimator.by_probes)
         middle, bracket = min(by_ritz, by_probes, key=lambda entropy: entropy[1].reach(self.quantile))
         reach = bracket.reach(self.quantile)
+        moved = self.slack * math.sqrt(self.limit) / self.estimator.by_ritz(torch.sqrt).value
+        reach += moved * (1 + math.log(self.limit) - math.log(moved)) if moved else 0.0  # Audenaert 2007
         reach += reach * reach + ROUNDING  # for second-order and rounding errors
         low, value, high = (
             min(max(math.exp(number), 1.0), float(self.limit))
@@ -186,26 +190,32 @@ class _MatrixEstimate:
             return ZERO
         low, top, high = self._top()
         value = self.energy / top
-        return value, value - self.energy / high, max(self.energy / high, 1.0), self.energy / low
+        slack = (1 + self.slack / math.sqrt(self.energy)) ** 2  # ‖M‖_F changed, too
+        low, high = self.energy / high / slack, self.energy / low * slack
+        return value, value - low, max(low, 1.0), high
 
     def sigma_max(self) -> Numbers:
         low, top, high = (self.scale * math.sqrt(number) for number in self._top())
         return top, high - top, low, high
 
     def count(self, delta: float) -> Numbers:
+        return self._count(*[min(delta / self.scale, 1e100)] * 3)  # 1e100 exceeds every scaled σ
+
+    def relative_count(self, delta: float) -> Numbers:
+        if self.energy == 0:
+            return ZERO
+        low, top, high = (delta * math.sqrt(number) for number in self._top())
+        return self._count(low, top, high)
+
+    def _count(self, low: float, middle: float, high: float) -> Numbers:
+        """Count the singular values of M/scale that are at least a threshold in [``low``, ``high``]."""
         if self.energy == 0:
             return ZERO
         if self._counter is None:
             self._counter = EigenvalueCounter(self.estimator, self.steps)
-        relative = min(delta / self.scale, 1e100)  # 1e100 exceeds every scaled σ; 1e200 is finite
-        return self._counter.count(relative * relative, self.quantile)
-
-    def relative_count(self, delta: float) -> Numbers:
-        top, _, low, high = self.sigma_max()
-        if top == 0:
-            return ZERO
-        value, stderr, _, _ = self.count(delta * top)
-        return value, stderr, self.count(delta * high)[2], self.count(delta * low)[3]
+        low, high = max(low - self.slack, 0.0), high + self.slack
+        most, count, fewest = (self._counter.count(delta**2, self.quantile) for delta in (low, middle, high))
+        return count[0], count[1], min(fewest[2], count[2]), max(most[3], count[3])
 
     def _top(self) -> tuple[float, float, float]:
         """Return a lower bound, an estimate (the largest Ritz value θ) and an upper bound of λ_1.
@@ -221,11 +231,14 @@ class _MatrixEstimate:
         rounding = self.estimator.rounding
         if self.steps < MIN_STEPS_FOR_SIGMA_MAX:
             error = self.estimator.missing
-        return max(top - rounding, 0.0), top, top + error + rounding
+        low, high = math.sqrt(max(top - rounding, 0.0)), math.sqrt(top + error + rounding)
+        return max(low - self.slack, 0.0) ** 2, top, (high + self.slack) ** 2
 
 
 def _estimate(operator: MixingOperator, probes: int, steps: int, seed: int) -> _MatrixEstimate | None:
-    gram = Gram(operator)
+    # M and Mᵀ have the same singular values. Forming MᵀM takes one pass, which needs no rows to be kept.
+    operator = operator.operator if isinstance(operator, TransposedMixing) else operator
+    gram = Gram(operator, keep=operator.shape[-1] > probes * steps)
     if not math.isfinite(gram.energy):  # M contains NaN or infinity
         return None
     # The signs ±1 are drawn on the CPU, so that they are the same on every device.
