@@ -75,9 +75,10 @@ def audit(
     is measured when its block has run and then released, so memory does not grow with batches or layers.
 
     Cost: one forward pass per batch. Exact ranks need the eigenvalues of a Gram matrix per head and sequence
-    (T S min(T, S) time, 8 T S bytes). Estimated ranks need 67 passes over the rows (O(T S K) time, O(T + S)
-    memory). With ``importance``, each batch needs one more forward pass, nine backward passes, and 5 to 30
-    forward passes with sets of heads removed. "exact" adds a forward pass per head and block.
+    (T S min(T, S) time, 8 T S bytes). Estimated ranks need 64 products of each matrix and its transpose with
+    16 vectors (O(T S) time, 4 T S bytes, at most 2 GiB). With ``importance``, each batch needs one more
+    forward pass, nine backward passes, and 5 to 30 forward passes with sets of heads removed. "exact" adds a
+    forward pass per head and block.
 
     Args:
         model: any `torch.nn.Module`.

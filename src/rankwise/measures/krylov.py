@@ -1,4 +1,4 @@
-"""Krylov spaces span(X, AX, A²X, …) of A = MᵀM for mixing matrices (operators) M, without forming A or M."""
+"""Krylov spaces span(X, AX, A²X, …) of A = MᵀM for mixing matrices (operators) M, without forming A."""
 
 import math
 import sys
@@ -37,15 +37,14 @@ class Gram:
     """
 
     def __init__(self, op: MixingOperator, keep: bool) -> None:
-        self.operator = as_operator(op, "`estimate_spectrum`")
+        self.operator = op = as_operator(op, "`estimate_spectrum`")
         self.rows, self.columns = op.shape
-        self.device = self.operator.device
-        inner = self.operator.operator if isinstance(self.operator, IndexedMixing) else self.operator
-        self._walked = isinstance(inner, ROW_WALKED)
+        self.device = op.device
+        self._walked = isinstance(op.operator if isinstance(op, IndexedMixing) else op, ROW_WALKED)
         self._kept: dict[int, Tensor] = {}
         self._room = KEPT_BYTES if keep and self._walked else 0
         self.scale, self.energy = self._measure()
-        self.slack = 2.0**-24 if self._kept and not isinstance(self.operator, DenseMixing) else 0.0
+        self.slack = 2.0**-24 if self._kept and not isinstance(op, DenseMixing) else 0.0
 
     def __call__(
         self, vectors: Float64[Tensor, "S V"]
