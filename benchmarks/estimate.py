@@ -24,7 +24,6 @@ from benchmarks.harness import in_fresh_process, peak_mib, positive
 from torch import Tensor
 
 import rankwise
-from rankwise.cli.load_data import load_data
 from rankwise.cli.load_model import demo_model, demo_text, load_model
 from rankwise.measures import rank_summary
 from rankwise.measures.estimate import Estimate, estimate_spectrum
@@ -152,10 +151,10 @@ def other_mixers(tokens: int, generator: torch.Generator) -> Iterator[Head]:
 def trained_heads(name: str, tokens: int) -> Iterator[Head]:
     """Yield the heads of a trained model, on the text of the demo."""
     subject = load_model(str(demo_model()) if name == "demo" else name)
-    tokens = min(tokens, subject.model.config.max_position_embeddings)
-    [batch] = load_data(subject, text=demo_text(), tokens=tokens, sequences=1).batches
-    with rankwise.capture(subject.model) as trace, torch.no_grad():
-        getattr(subject.model, "base_model", subject.model)(**batch)  # no logits
+    model = getattr(subject.model, "base_model", subject.model)  # no logits
+    ids = subject.tokenizer(demo_text().read_text("utf-8"), truncation=False)["input_ids"][:tokens]
+    with rankwise.capture(model) as trace, torch.no_grad():
+        model(input_ids=torch.tensor([ids]))
     for site in trace.mixers:
         for head in range(site.operator.shape[1]):
             yield f"{Path(name).name} layer {site.layer} head {head}", site.operator[0, head]
@@ -203,7 +202,7 @@ def coverage(heads: Iterator[Head], seeds: int) -> Row:
     widths, known, number = [], [], 0
     for _, head in heads:
         number += 1
-        exact = rank_summary(head)
+        exact = rank_summary(head, exact=True)
         sigma, relative = exact.singular_values, exact.singular_values / exact.sigma_max
         for seed in range(seeds):
             run = estimate_spectrum(head, PROBES, FEW_STEPS, seed)

@@ -75,9 +75,8 @@ def test_curvature_is_half_the_gauss_newton_diagonal_of_a_layer_shared_as_gates_
         heads = [{"site": site.site, "head": head} for head in range(4)]
         whole = sum(curvature(lambda step: step, **head) for head in heads)
         tokens = np.array([sum(curvature(of_token(t), **head) for t in range(10)) for head in heads])
-        assert site.curvature == pytest.approx(
-            tokens * whole / tokens.sum(), rel=FIVE_ERRORS / 2
-        )  # four heads
+        wanted = tokens * whole / tokens.sum()
+        assert site.curvature == pytest.approx(wanted, rel=FIVE_ERRORS / 2)  # the sum of four heads
 
 
 def test_curvature_of_states_is_the_squared_change():

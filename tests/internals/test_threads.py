@@ -9,10 +9,9 @@ from functools import partial
 import pytest
 import torch
 from tests.measures.measure_cases import normal
-from threadpoolctl import ThreadpoolController
 
 import rankwise as rw
-from rankwise._internals.threads import exclusive, map_threads, numpy_is_on_one_thread, one_thread
+from rankwise._internals.threads import exclusive, map_threads, one_thread
 from rankwise.auditing.measure import measure_heads, sampled
 from rankwise.measures import compute_measures, estimate_spectrum, rank_summary
 from rankwise.tracing import CapturedMixer
@@ -24,13 +23,6 @@ def _settings():
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
-
-
-BLAS = ThreadpoolController().select(user_api="blas")
-
-
-def numpy_threads() -> list[int]:
-    return [library["num_threads"] for library in BLAS.info()]
 
 
 def test_results_are_in_order_and_torch_sets_the_number_of_threads():
@@ -94,7 +86,7 @@ def test_nested_maps_run_one_by_one():
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
 def test_settings_are_restored_after_an_error(error):
     torch.set_num_threads(2)
-    before, done = numpy_threads(), []
+    done = []
 
     def work(item: int) -> None:
         if item == 1:
@@ -105,27 +97,11 @@ def test_settings_are_restored_after_an_error(error):
     with pytest.raises(error):
         map_threads(work, range(200))
     assert torch.get_num_threads() == 2
-    assert numpy_threads() == before
     assert len(done) < 199  # calls that had not begun were dropped
     torch.set_num_threads(1)
     with pytest.raises(error):
         map_threads(work, range(3))
-    assert numpy_threads() == before
-
-
-def test_the_limit_of_numpy_ends_with_the_last_map():
-    if not BLAS.lib_controllers:
-        pytest.skip("the BLAS of numpy is not known to threadpoolctl")
-    with BLAS.limit(limits=2):
-        assert not numpy_is_on_one_thread()
-        with one_thread():
-            assert set(numpy_threads()) == {1}
-            assert numpy_is_on_one_thread()
-            other = threading.Thread(target=lambda: map_threads(lambda _: None, range(2)))
-            other.start()
-            other.join()
-            assert set(numpy_threads()) == {1}  # the other map was not the last
-        assert set(numpy_threads()) == {2}
+    assert torch.get_num_threads() == 1
 
 
 def test_gradient_and_inference_modes_are_passed_to_threads():

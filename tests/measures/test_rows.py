@@ -134,7 +134,8 @@ def test_a_head_that_is_not_finite_has_no_distances():
 
 def test_zero_heads_are_equal_and_far_from_others():
     heads = torch.stack([torch.zeros(2, 2), torch.zeros(2, 2), torch.eye(2)])
-    assert head_distance(heads).tolist() == [[0, 0, 1], [0, 0, 1], [1, 1, 0]]
+    wanted = torch.tensor([[0.0, 0, 1], [0, 0, 1], [1, 1, 0]], dtype=torch.float64)
+    torch.testing.assert_close(head_distance(heads), wanted, rtol=2**-52, atol=0)
 
 
 def test_heads_of_any_dtype_and_number():

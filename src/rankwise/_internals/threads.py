@@ -9,11 +9,10 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import lru_cache, wraps
+from functools import wraps
 from typing import Any, TypeVar
 
 import torch
-from threadpoolctl import ThreadpoolController
 from torch import nn
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
@@ -31,12 +30,9 @@ class _Inside(threading.local):
 
 
 _inside = _Inside()
-_lock = threading.Lock()
 _changed = threading.Condition()
 _in_use: list[tuple[int, set[int]]] = []
 """Thread, and `id` of each module, of the running functions that use a model alone."""
-_limits: list[Any] = []
-"""One limit of numpy's BLAS per active `one_thread`. The first stores the original number of threads."""
 
 
 def exclusive(function: FunctionT) -> FunctionT:
@@ -70,15 +66,13 @@ def exclusive(function: FunctionT) -> FunctionT:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Context manager that limits torch and numpy to one thread in its block.
+    """Context manager that limits torch to one thread in its block.
 
     torch stores the limit per Python thread; a Python thread that starts in the block inherits the limit 1.
     """
     if _inside.threads:
         yield
         return
-    with _lock:
-        _limits.append(_blas().limit(limits=1))
     _inside.threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
@@ -86,10 +80,6 @@ def one_thread() -> Iterator[None]:
     finally:
         torch.set_num_threads(_inside.threads)
         _inside.threads = 0
-        with _lock:
-            last = _limits.pop()
-            if not _limits:  # no other Python thread is inside `one_thread`
-                last.restore_original_limits()
 
 
 def map_threads(
@@ -125,14 +115,3 @@ def map_threads(
 
         with ThreadPoolExecutor(workers) as pool:
             return list(pool.map(in_the_same_mode, items))
-
-
-def numpy_is_on_one_thread() -> bool:
-    """Return True if numpy's LAPACK is limited to one thread, so that numpy is faster than torch."""
-    return torch.get_num_threads() == 1 and bool(_limits) and bool(_blas().lib_controllers)
-
-
-@lru_cache(maxsize=1)
-def _blas() -> ThreadpoolController:
-    """Return the BLAS libraries of the process, cached because the search takes milliseconds."""
-    return ThreadpoolController().select(user_api="blas")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rankwise import measures, operators
 from rankwise._internals.batches import Batch
-from rankwise._internals.linalg import float64_device
+from rankwise._internals.linalg import as_float64, float64_device
 from rankwise._internals.statistics import Floats
 from rankwise._internals.threads import map_threads
 from rankwise.auditing.examples import TokenNames
@@ -21,6 +21,8 @@ from rankwise.auditing.provenance import PROBES, SEED, STEPS
 from rankwise.auditing.reference_ranks import Mask, masks_of, reference_ranks
 from rankwise.auditing.settings import RankMethod
 from rankwise.auditing.statistics import ERRORS, MAXIMA, MEANS, RANKS, HeadStatistics, StateStatistics
+from rankwise.measures.registry import as_operator
+from rankwise.measures.row_walk import row_blocks
 from rankwise.operators import MixingOperator
 from rankwise.tracing import CapturedMixer, CapturedState
 
@@ -273,20 +275,20 @@ def _decomposed(operator: MixingOperator, delta: float) -> tuple[MixingOperator,
 
 
 def _formed(operator: MixingOperator) -> operators.DenseMixing:
-    """Return the operator as dense float64 matrices (B, H, T, S); on a CPU, a thread forms each sequence."""
-    tokens = operator.shape[-2]
-    if operator.device.type != "cpu" or operator.shape[0] < 2:
-        matrices, logits = operator.to(torch.float64).rows_with_logits(0, tokens)
-        return operators.DenseMixing(matrices, largest_logits=logits.amax(-1, keepdim=True))
-    matrices = torch.empty(operator.shape, dtype=torch.float64)
-    largest = torch.empty((*operator.shape[:-1], 1), dtype=torch.float64)
+    """Return the operator as dense float64 matrices (B, H, T, S), formed in blocks of rows that fit a cache.
 
-    def form(number: int) -> None:
-        index = slice(number, number + 1)
-        matrices[index], logits = operator[index].to(torch.float64).rows_with_logits(0, tokens)
-        largest[index] = logits.amax(-1, keepdim=True)
+    On a CPU, a thread forms each sequence.
+    """
+    matrices = torch.empty(operator.shape, dtype=torch.float64, device=operator.device)
+    largest = torch.empty_like(matrices[..., :1])
 
-    map_threads(form, range(operator.shape[0]))
+    def form(index: slice) -> None:
+        for start, rows, logits in row_blocks(as_operator(operator[index], "matrices")):
+            block = (index, slice(None), slice(start, start + rows.shape[-2]))
+            matrices[block], largest[block] = rows, logits.amax(-1, keepdim=True)
+
+    step = 1 if operator.device.type == "cpu" else operator.shape[0]
+    map_threads(form, [slice(start, start + step) for start in range(0, operator.shape[0], step)])
     return operators.DenseMixing(matrices, largest_logits=largest)
 
 
@@ -331,8 +333,8 @@ def measure_states(
     ``before`` are the states that the block read, or None if unknown. Effective ranks, which require an
     SVD, are NaN unless ``ranks``.
     """
-    home = float64_device(state.tokens.device)
-    tokens, mask = state.tokens.to(home), None if state.mask is None else state.mask.to(home)
+    tokens = as_float64(state.tokens)  # once for all measures
+    mask = None if state.mask is None else state.mask.to(tokens.device)
     real = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device) if mask is None else mask
     values: dict[str, Tensor] = {
         row.name: measures.MEASURES[row.function].function(tokens, mask)
@@ -351,7 +353,7 @@ def measure_states(
     statistics = StateStatistics(state.stack, state.name, state.layer, tokens.shape[-1])
     # a sequence of nothing but padding does not count as non-finite
     statistics.nonfinite_sequences = int((unknown & real.any(-1).cpu()).sum())
-    norms = tokens.double().norm(dim=-1).masked_fill(~real, -1)
+    norms = tokens.norm(dim=-1).masked_fill(~real, -1)
     places = (real.cumsum(1) - 1).gather(1, norms.argmax(1, keepdim=True))[:, 0].cpu()
     statistics.largest_at.update(places[~unknown].tolist())
     for name in values:

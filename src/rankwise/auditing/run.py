@@ -10,7 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from rankwise._internals.batches import Batch, batch_size, drop_unused_labels, each_batch, to_device
+from rankwise._internals.batches import (
+    Batch,
+    batch_size,
+    drop_unused_labels,
+    each_batch,
+    to_device,
+    without_logits,
+)
 from rankwise._internals.forward import (
     Progress,
     check_in_memory,
@@ -76,9 +83,9 @@ def audit(
 
     Cost: one forward pass per batch. Exact ranks need the eigenvalues of a Gram matrix per head and sequence
     (T S min(T, S) time, 8 T S bytes). Estimated ranks need 64 products of each matrix and its transpose with
-    16 vectors (O(T S) time, 4 T S bytes, at most 2 GiB). With ``importance``, each batch needs one more
-    forward pass, nine backward passes, and 5 to 30 forward passes with sets of heads removed. "exact" adds a
-    forward pass per head and block.
+    16 vectors (O(T S) time, 4 T S bytes, at most 2 GiB). With ``importance``, each batch needs two more
+    forward passes, half a forward pass per head and block or, beyond 100 of them, five backward passes, and 8
+    more forward passes than log2 of the number of heads, to remove sets of them. "exact" needs both.
 
     Args:
         model: any `torch.nn.Module`.
@@ -97,7 +104,8 @@ def audit(
             "all", "3:7,5:0" (layer:head), or pairs. A map (`AttentionMap`) has at most 128×128 entries;
             longer sequences are averaged block by block. Cost per head: a product with 128 columns, 43 KiB.
         importance: measure the loss without each head and block, and which heads can be removed together.
-            True estimates the losses from gradients. "exact" also removes heads and blocks one by one.
+            True removes heads and blocks one by one, or beyond 100 of them estimates the losses from
+            gradients. "exact" does both.
             `rankwise.importance.ImportanceSettings` has more options, such as the loss.
         loss: also measure the loss of the model, as ``audit.importance.value``, by one more forward pass.
         at_init: audit copies of the model at initialization on the same batches, one at a time. True for
@@ -165,7 +173,7 @@ class Run:
         self._on_progress = settings.on_progress or (lambda step, done: None)
         modules = dict(model.named_modules()) if isinstance(model, nn.Module) else {}
         self._place = {name: place / len(modules) for place, name in enumerate(modules)}
-        self._planned, self._reached = 0, 0.0
+        self._planned, self._reached, self._digest = 0, 0.0, ""
 
     def run(self, batches: Iterable[Batch]) -> None:
         """Audit all batches; then audit copies at initialization and measure importance, if requested."""
@@ -177,6 +185,8 @@ class Run:
         if at_init is not None or importance is not None:
             batches = list(each_batch(batches))
         self._planned = length_hint(batches)
+        if "weights_digest" not in self.settings.provenance:
+            self._digest = weights_digest(self.model)  # now, because a device may fail during the audit
         with sharded_again(self.model), fresh_autocast_cache(), ExitStack() as stack:
             stack.enter_context(uncompiled())
             if isinstance(self.model, nn.Module) and compiled_modules(self.model):
@@ -205,7 +215,7 @@ class Run:
                 self._note(left_out)
             self._batch = batch
             with batch_errors(self.model, batch, f"`batches`, batch {self.batches + 1}"):
-                run_model(self.model, to_device(batch, device))
+                run_model(self.model, to_device(without_logits(self.model, batch), device))
             self._take_batch()
             self.batches += 1
             self.sequences += batch_size(batch)
@@ -323,14 +333,15 @@ class Run:
 
     def _provenance(self) -> Provenance:
         given = self.settings.provenance
-        heads = [(head.layer, head.head) for head in self.statistics.head_records()]
-        missing = [] if self.maps is None else self.maps.missing(heads)
+        missing = []
+        if self.maps is not None:
+            heads = [(head.layer, head.head) for head in self.statistics.head_records()]
+            missing = self.maps.missing(heads)
         measured: dict[str, Any] = {
             "delta": self.settings.delta, "batches": self.batches, "sequences": self.sequences,
             "data_digests": [self.data.value] if self.data.value else [],
-            "seconds": round(perf_counter() - self.started, 1),
+            "seconds": round(perf_counter() - self.started, 1), "weights_digest": self._digest,
         }  # fmt: skip
-        measured |= {} if "weights_digest" in given else {"weights_digest": weights_digest(self.model)}
         notes = list(dict.fromkeys((*self.notes, *missing, *self.trace.notes, *given.get("notes", ()))))
         return provenance_of(self.model, measured, {**given, "notes": notes})
 

@@ -77,7 +77,7 @@ def measure_importance(
     Cost: one forward pass of the first batch, and one forward pass per batch for the loss. Estimates need
     ``1 + probes`` backward passes per batch for all heads together, exact costs one forward pass per head and
     block, which runs only the blocks from the head on, about half of them. The settings decide, or the number
-    of passes. The removable set needs log2 of the number of heads, and a few more.
+    of passes. The removable set needs log2 of the number of heads, and at most 8 more.
     Source: gates as in Michel, Levy, Neubig, "Are Sixteen Heads Really Better than One?", 2019; second order
     as in LeCun, Denker, Solla, "Optimal Brain Damage", 1990.
 

@@ -13,20 +13,19 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from jaxtyping import Bool, Float64
 from torch import Tensor
 
-from rankwise._internals.linalg import MATRIX, ratio, unit_scale
-from rankwise._internals.threads import PARALLEL_BYTES, map_threads, numpy_is_on_one_thread
-from rankwise.measures.registry import Mixing, as_matrices, check_matrices
+from rankwise._internals.linalg import ratio, to_range
+from rankwise._internals.threads import PARALLEL_BYTES, map_threads
+from rankwise.measures.registry import Mixing, all_finite, as_matrices, check_matrices
 
 SVD_SIZE = 96
 """Size below which the SVD is computed: for min(T, S) < SVD_SIZE, the SVD is as fast as the Gram matrix."""
 EFFECTIVE_RTOL = 1e-2
 """Bound on the relative error of the effective rank; the SVD is computed if rounding may exceed the bound."""
-PART_BYTES = {"cpu": 2**20}
+PART_BYTES = {"cpu": 2**21}
 """Bytes of float64 matrices that one CPU thread decomposes together; several such parts fit the cache."""
 DEVICE_PART_BYTES = 2**29
 """Bytes of float64 matrices that an accelerator decomposes together."""
@@ -35,11 +34,8 @@ PartFunction = Callable[[Tensor], tuple[Tensor, ...]]
 """Function that maps N finite float64 matrices (N, T, S) to a tuple of tensors (N, ...)."""
 
 EPS = torch.finfo(torch.float64).eps
-ROW_BLOCKS = 8
-"""Number of row blocks of the symmetric Gram matrix. Only half is computed, with 9/16 of all products."""
-PLAIN = 2.0**100
-"""Matrices are not scaled if their largest magnitude is between 1/PLAIN and PLAIN: the squares of their
-entries then neither overflow nor underflow float64."""
+ROW_BLOCKS = 4
+"""Number of row blocks of the symmetric Gram matrix. Only half is computed, with 5/8 of all products."""
 
 
 def gram_or_svd(
@@ -147,16 +143,8 @@ def gram_spectrum(matrices: Float64[Tensor, "N T S"]) -> GramSpectrum:
     scaled, scale = to_range(matrices)
     gram = lower_gram(scaled)
     energy = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
-    eigenvalues = _eigenvalues(gram).flip(-1).clamp(min=0)
+    eigenvalues = torch.linalg.eigvalsh(gram, UPLO="L").flip(-1).clamp(min=0)
     return GramSpectrum(eigenvalues, 2 * max(matrices.shape[1:]) * EPS * energy, scale)
-
-
-def to_range(matrices: Float64[Tensor, "N T S"]) -> tuple[Float64[Tensor, "N T S"], Float64[Tensor, " N"]]:
-    """Return matrices divided by a power of two, and the power; 1 if no square may over- or underflow."""
-    extremes = torch.stack([matrices.amax(MATRIX), matrices.amin(MATRIX)], dim=-1)
-    scale = unit_scale(extremes, (-1,))[:, 0]
-    scale = torch.where((scale > 1 / PLAIN) & (scale < PLAIN), 1.0, scale)
-    return (matrices if bool((scale == 1).all()) else matrices / scale[:, None, None]), scale
 
 
 def lower_gram(matrices: Float64[Tensor, "N T S"]) -> Float64[Tensor, "N R R"]:
@@ -170,23 +158,11 @@ def lower_gram(matrices: Float64[Tensor, "N T S"]) -> Float64[Tensor, "N R R"]:
     step = -(-rows // ROW_BLOCKS)
     for start in range(0, rows, step):
         stop = min(start + step, rows)
-        block = wide[:, start:stop]
-        seen = block[..., : _reach(block)]
-        torch.matmul(seen, wide[:, start:, : seen.shape[-1]].mT, out=upper[:, start:stop, start:])
+        block, reach = wide[:, start:stop], wide.shape[-1]
+        if stop < reach and not bool(torch.linalg.vector_norm(block[..., stop:])):
+            reach = stop  # a causal matrix is 0 right of the diagonal
+        torch.matmul(block[..., :reach], wide[:, start:, :reach].mT, out=upper[:, start:stop, start:])
     return upper.mT
-
-
-def _reach(block: Float64[Tensor, "N R C"]) -> int:
-    """Return the number of columns up to the last nonzero column: few in early rows of causal matrices."""
-    used = ((block.amax(-2) != 0) | (block.amin(-2) != 0)).any(0)
-    return int((used * torch.arange(1, len(used) + 1, device=used.device)).amax())
-
-
-def _eigenvalues(lower: Float64[Tensor, "N R R"]) -> Float64[Tensor, "N R"]:
-    """Return ascending eigenvalues, by numpy on one thread (in 2/3 of torch's time), otherwise by torch."""
-    if lower.device.type == "cpu" and numpy_is_on_one_thread():
-        return torch.from_numpy(np.linalg.eigvalsh(lower.numpy(), UPLO="L"))
-    return torch.linalg.eigvalsh(lower, UPLO="L")
 
 
 def map_parts(mixing: Mixing, subject: str, function: PartFunction) -> tuple[Tensor, ...]:
@@ -202,12 +178,12 @@ def map_parts(mixing: Mixing, subject: str, function: PartFunction) -> tuple[Ten
     def apply(index: tuple[slice, ...]) -> list[Tensor]:
         matrices = as_matrices(mixing[index] if index else mixing, subject)
         batch = matrices.reshape(math.prod(matrices.shape[:-2]), *matrices.shape[-2:])
-        finite = batch.amax(MATRIX).isfinite() & batch.amin(MATRIX).isfinite()
-        if not bool(finite.all()):
-            batch = batch.masked_fill(~finite[:, None, None], 0)
+        finite = all_finite(batch)
+        if bool(finite.all()):
+            return list(function(batch))
         return [
             numbers.masked_fill(~finite.view(-1, *[1] * (numbers.ndim - 1)), math.nan)
-            for numbers in function(batch)
+            for numbers in function(batch.masked_fill(~finite[:, None, None], 0))
         ]
 
     # Parts run one by one on an accelerator, and for autograd, which records a graph on one thread only.

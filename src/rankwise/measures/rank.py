@@ -148,7 +148,7 @@ def effective_rank(op: Mixing) -> Float64[Tensor, "*batch"]:
     Formula: exp(−Σ p_i log p_i) with p = σ/Σσ; 0 for the zero matrix.
     Range: [1, min(T, S)], at least the stable rank. It is 1 if M has rank 1, and min(T, S) if all singular
     values are equal. Independent of the scale of the matrix. NaN for a matrix with NaN or infinity.
-    Cost: the cost of `singular_values`.
+    Cost: the cost of `rank_summary`, which returns the same value and has the bound on rounding.
     Source: O. Roy and M. Vetterli, "The effective rank: a measure of effective dimensionality", EUSIPCO 2007.
 
     Examples:
@@ -156,7 +156,7 @@ def effective_rank(op: Mixing) -> Float64[Tensor, "*batch"]:
         >>> round(effective_rank(torch.eye(5)).item(), 6), effective_rank(torch.zeros(5, 5)).item()
         (5.0, 0.0)
     """
-    return _entropy_rank(map_parts(op, "`effective_rank`", scaled_svd)[0])
+    return entropy_rank(map_parts(op, "`effective_rank`", gram_or_svd)[0])
 
 
 @measure("matrices", degree=0)
@@ -184,7 +184,7 @@ def _summarize(scaled: Tensor, scale: Tensor, delta: float) -> RankSummary:
     return RankSummary(
         singular_values=sigma,
         numerical_rank=_count(sigma, delta),
-        effective_rank=_entropy_rank(scaled),
+        effective_rank=entropy_rank(scaled),
         stable_rank=_energy_rank(scaled),
         sigma_max=sigma[..., 0],
         scale_free_rank=_relative_count(scaled, delta),
@@ -202,7 +202,8 @@ def _relative_count(sigma: Tensor, delta: float) -> Tensor:
     return torch.where(sigma[..., 0] == 0, 0.0, count).masked_fill(sigma.isnan().any(-1), math.nan)
 
 
-def _entropy_rank(sigma: Tensor) -> Tensor:
+def entropy_rank(sigma: Float64[Tensor, "*batch N"]) -> Float64[Tensor, "*batch"]:
+    """Return exp(entropy of σ/Σσ) of descending singular values in any unit; 0 if all are 0."""
     relative = _relative(sigma)
     share = relative / relative.sum(-1, keepdim=True)  # the sum is at least 1, because σ_1/σ_1 = 1
     return torch.where(sigma[..., 0] == 0, 0.0, torch.special.entr(share).sum(-1).exp())

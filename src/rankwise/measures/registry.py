@@ -123,9 +123,12 @@ def as_tokens(
         )
     states = to_float64(tokens, subject)
     valid = states.new_ones(states.shape[:2], dtype=torch.bool) if mask is None else mask.to(states.device)
-    states = states.masked_fill(~valid[..., None], 0)
+    if mask is not None and not bool(valid.all()):
+        states = states.masked_fill(~valid[..., None], 0)
     usable = all_finite(states) & valid.any(-1)
-    return states.masked_fill(~usable[:, None, None], 0), valid, usable
+    if not bool(usable.all()):
+        states = states.masked_fill(~usable[:, None, None], 0)
+    return states, valid, usable
 
 
 def to_float64(tensor: Tensor, subject: str) -> Tensor:
@@ -142,4 +145,5 @@ def to_float64(tensor: Tensor, subject: str) -> Tensor:
 
 def all_finite(matrices: Shaped[Tensor, "*batch T S"]) -> Bool[Tensor, "*batch"]:
     """Return True for each matrix that contains neither NaN nor infinity."""
-    return matrices.isfinite().all(-1).all(-1)
+    finite = matrices.sum((-2, -1)).isfinite()  # a sum keeps NaN and infinity, but may overflow
+    return finite if bool(finite.all()) else matrices.isfinite().all(-1).all(-1)

@@ -53,18 +53,23 @@ def logit_energy(
     query: Float64[Tensor, "*batch K K"], key: Float64[Tensor, "*batch K K"]
 ) -> Float64[Tensor, "*batch K"]:
     """Return σ_i² of P^½ S^½, descending; the best rank-r logits have the squared error Σ_{i>r} σ_i²."""
-    root, _ = _roots(key)
-    return torch.linalg.eigvalsh(root @ query @ root).flip(-1).clamp(min=0)
+    root = torch.linalg.cholesky(_with_ridge(key)[0])  # σ² of P^½ L are σ² of P^½ S^½, as S = L Lᵀ
+    return torch.linalg.eigvalsh(root.mT @ query @ root).flip(-1).clamp(min=0)
 
 
 def _roots(moments: Float64[Tensor, "*batch K K"]) -> tuple[Tensor, Tensor]:
     """Return S^½ and S^−½ of second moments S plus a small ridge that makes them invertible."""
-    width = moments.shape[-1]
-    trace = moments.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True)
-    ridge = RIDGE * trace.clamp(min=1e-300) / width
-    values, vectors = torch.linalg.eigh(moments + torch.diag_embed(ridge.expand_as(moments[..., 0])))
+    moments, ridge = _with_ridge(moments)
+    values, vectors = torch.linalg.eigh(moments)
     roots = torch.maximum(values, ridge).sqrt()[..., None, :]
     return (vectors * roots) @ vectors.mT, (vectors / roots) @ vectors.mT
+
+
+def _with_ridge(moments: Float64[Tensor, "*batch K K"]) -> tuple[Tensor, Tensor]:
+    """Return S plus the ridge, and the ridge. The ridge is above rounding errors of S up to K = 1,000."""
+    trace = moments.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True)
+    ridge = RIDGE * trace.clamp(min=1e-300) / moments.shape[-1]
+    return moments + torch.diag_embed(ridge.expand_as(moments[..., 0])), ridge
 
 
 @dataclass(frozen=True)

@@ -101,12 +101,12 @@ class SoftmaxMixing(MixingOperator):
         scores = (query * self.scale) @ key.mT
         mask = self._mask_rows(start, stop)
         if mask is not None and mask.dtype == torch.bool:
-            scores = scores.masked_fill(~mask, -torch.inf)
+            scores.masked_fill_(~mask, -torch.inf)
         elif mask is not None:
             scores = scores + mask.to(work)
         if self.is_causal:
             seen = causal_rows(start, stop, self.shape[-1], self.device)
-            scores = scores.masked_fill(~seen, -torch.inf)
+            scores.masked_fill_(~seen, -torch.inf)
         return scores
 
     def support_rows(self, start: int, stop: int) -> Bool[Tensor, "*batch R S"]:
@@ -168,7 +168,8 @@ class SoftmaxMixing(MixingOperator):
 
 def _softmax(logits: Tensor) -> Tensor:
     """Return the softmax of rows. A row of −inf, whose softmax is NaN, is set to 0, as in torch."""
-    return torch.softmax(logits, dim=-1).masked_fill(logits.amax(-1, keepdim=True).isneginf(), 0)
+    rows, empty = torch.softmax(logits, dim=-1), logits.amax(-1, keepdim=True).isneginf()
+    return rows.masked_fill(empty, 0) if bool(empty.any()) else rows
 
 
 def hidden_by(bias: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Float64, Int64
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rankwise._internals.threads import PARALLEL_BYTES, map_threads, numpy_is_on_one_thread
+from rankwise._internals.threads import PARALLEL_BYTES, map_threads
 from rankwise.errors import ShapeError
 
 ROWS = 512
@@ -183,10 +183,7 @@ def singular_values_of_stochastic(
         return torch.linalg.svdvals(matrix).numpy(), 0.0
     smaller = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT
     size = float(matrix.sum(0).max() * matrix.sum(1).max())  # ‖M‖_1·‖M‖_∞, as entries are not negative
-    gram = smaller @ smaller.mT
-    # On one thread, numpy's LAPACK takes 2/3 of the time of torch's (docs/decisions/004-fast-ranks.md).
-    numpys = numpy_is_on_one_thread()
-    eigenvalues = np.linalg.eigvalsh(gram.numpy()) if numpys else torch.linalg.eigvalsh(gram).numpy()
+    eigenvalues = torch.linalg.eigvalsh(smaller @ smaller.mT).numpy()
     least = math.sqrt(64 * max(matrix.shape) * float(np.finfo(np.float64).eps) * size)
     return np.sqrt(np.maximum(eigenvalues, 0)), least
 
