@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from benchmarks.harness import in_fresh_process, peak_mib, positive
 from torch import Tensor
+from transformers import AutoTokenizer
 
 import rankwise
 from rankwise.cli.load_model import demo_model, demo_text, load_model
@@ -150,9 +151,9 @@ def other_mixers(tokens: int, generator: torch.Generator) -> Iterator[Head]:
 
 def trained_heads(name: str, tokens: int) -> Iterator[Head]:
     """Yield the heads of a trained model, on the text of the demo."""
-    subject = load_model(str(demo_model()) if name == "demo" else name)
-    model = getattr(subject.model, "base_model", subject.model)  # no logits
-    ids = subject.tokenizer(demo_text().read_text("utf-8"), truncation=False)["input_ids"][:tokens]
+    folder = str(demo_model()) if name == "demo" else name
+    model: Any = load_model(folder).model.base_model  # computes no logits
+    ids = AutoTokenizer.from_pretrained(folder)(demo_text().read_text("utf-8"))["input_ids"][:tokens]
     with rankwise.capture(model) as trace, torch.no_grad():
         model(input_ids=torch.tensor([ids]))
     for site in trace.mixers:
