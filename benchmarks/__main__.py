@@ -25,7 +25,7 @@ from rankwise._internals.files import write_file
 from rankwise.cli.load_model import check_device
 from rankwise.errors import InputError
 
-NAMES = ("audit", "device", "estimate", "language", "monitor_skip", "state_space", "tssa")
+NAMES = ("audit", "device", "estimate", "language", "monitor_skip", "offload", "state_space", "tssa")
 KEPT = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
 """Environment in which glibc keeps freed memory. By default it returns large tensors to the system and
 fetches them again page by page, which takes up to ten times as long as TSSA and hits whichever run comes

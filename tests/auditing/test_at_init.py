@@ -192,8 +192,9 @@ def test_a_copy_that_fails_keeps_the_audit_of_the_model() -> None:
 
 
 def test_ctrl_c_keeps_finished_seeds() -> None:
-    def progress(_: int, what: str) -> None:
-        if what.startswith("seed 1"):
+    def progress(step: str, done: float) -> None:
+        if step.startswith("copy 2 of 3"):
+            assert done >= 1 / 3
             raise KeyboardInterrupt
 
     audit = rw.audit(layer(), batches(), at_init=3, on_progress=progress)

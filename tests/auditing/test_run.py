@@ -9,14 +9,16 @@ from typing import Any
 import pytest
 import torch
 from experiments.zoo.transformers import BERT, LLAMA, hugging_face, nano_gpt
-from tests.auditing.same_audits import differences
+from tests.auditing.same_audits import compared, differences
 from tests.support.modules import Average, GivenAttention, kind, token_ids
 from tests.tracing.capture_zoo import Head
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import rankwise as rw
 from rankwise.auditing import AuditError
 from rankwise.auditing.comparison import layer_means
+from rankwise.auditing.provenance import weights_digest
 from rankwise.errors import CaptureError, InputError, RankwiseError
 from rankwise.measures import logit_moments, required_head_dim
 from rankwise.theory import random_head_rank, rank_barrier
@@ -374,6 +376,27 @@ def test_a_failure_names_its_batch_and_keeps_earlier_batches(batches: Any, messa
         rw.audit(bert(), [BAD])
 
 
+def test_a_device_that_fails_loses_no_finished_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After such an error, a weight can no longer be read."""
+    model, calls, whole = bert(), list[int](), rw.audit(bert(), [token_ids()])
+
+    def lose(*_: object) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    def digest(model: nn.Module) -> str:
+        if len(calls) == 2:
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+        return weights_digest(model)
+
+    model.register_forward_pre_hook(lose)
+    monkeypatch.setattr("rankwise.auditing.run.weights_digest", digest)
+    with pytest.raises(AuditError, match=r"batch 2: .*CUDA error.* start a new process") as caught:
+        rw.audit(model, [token_ids()] * 2)
+    assert compared(caught.value.audit, whole, {"complete", "model"}) == []
+
+
 def test_a_batch_counts_if_it_is_whole_except_the_first() -> None:
     model = bert()
     calls: list[int] = []
@@ -416,11 +439,36 @@ def test_an_audit_without_a_result_is_refused(
         rw.audit(model(), batches, **options)
 
 
-def test_progress_names_batch_and_site() -> None:
-    steps: list[tuple[int, str]] = []
-    rw.audit(nano_gpt(), [token_ids()] * 2, on_progress=lambda done, site: steps.append((done, site)))
-    assert steps[-1] == (1, "transformer.h.2")
-    assert {done for done, _ in steps} == {0, 1}
+@pytest.mark.parametrize("labelled", [False, True])
+def test_an_audit_computes_logits_only_if_the_model_computes_a_loss(labelled: bool) -> None:
+    config = LlamaConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, vocab_size=64
+    )
+    model, lengths = LlamaForCausalLM(config).eval(), list[int]()
+    model.lm_head.register_forward_hook(lambda module, args, output: lengths.append(output.shape[1]))
+    ids = token_ids()["input_ids"]
+    batch = {"input_ids": ids, "labels": ids} if labelled else {"input_ids": ids}
+    found = rw.audit(model, [batch])
+    assert lengths == [ids.shape[1] if labelled else 1]
+    bare = rw.audit(model.model, [{"input_ids": ids}])
+    assert [head.effective_rank for head in found.heads] == [head.effective_rank for head in bare.heads]
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["list", "generator"])
+def test_progress_names_batch_and_module_and_the_share_grows(known: bool) -> None:
+    steps: list[tuple[str, float]] = []
+    given = [token_ids()] * 2
+    batches = given if known else (batch for batch in given)
+    rw.audit(nano_gpt(), batches, on_progress=lambda step, done: steps.append((step, done)))
+    total = " of 2" if known else ""
+    assert steps[-1][0] == f"batch 2{total}: transformer.h.2"
+    first, second = ([done for step, done in steps if step.startswith(f"batch {n}{total}")] for n in (1, 2))
+    assert [first, second] == [sorted(first), sorted(second)]
+    assert 0 <= min(first) < max(first) <= (0.5 if known else 1)
+    if known:
+        assert second == pytest.approx([share + 0.5 for share in first])
+    else:
+        assert second == first
 
 
 def test_functions_keep_their_names_after_imports_of_modules() -> None:

@@ -307,3 +307,17 @@ def test_the_command_prints_the_table(run: Callable[..., Any]) -> None:
 )
 def test_the_command_refuses_bad_options(run: Callable[..., Any], options: list[str], words: str) -> None:
     assert words in str(run("claims", f"{NETS}:build", *options).exception)
+
+
+def test_ctrl_c_keeps_checked_claims_and_progress_names_each() -> None:
+    steps: list[tuple[str, float]] = []
+
+    def progress(step: str, done: float) -> None:
+        steps.append((step, done))
+        if len(steps) == 3:
+            raise KeyboardInterrupt
+
+    claims = rw.claims.check(attention(1.0).eval(), [torch.randn(2, 12, 9)], on_progress=progress)
+    every = rw.claims.check(attention(1.0).eval(), [torch.randn(2, 12, 9)])
+    assert [claim.code for claim in claims] == [claim.code for claim in every[:2]]
+    assert steps == [(claim.statement, place / len(every)) for place, claim in enumerate(every[:3])]

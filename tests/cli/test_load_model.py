@@ -49,6 +49,54 @@ def test_on_the_disk_and_in_memory_is_as_on_one_device(folder, tmp_path) -> None
     assert "--device-map '{" in found.provenance.command
 
 
+def test_weights_beyond_half_of_the_free_memory_stay_on_the_disk_and_are_read_once(
+    folder, tmp_path, monkeypatch, run
+) -> None:
+    from accelerate.utils.offload import OffloadedWeightsLoader
+
+    read = list[str]()
+
+    class Counted(OffloadedWeightsLoader):
+        def __getitem__(self, key: str) -> torch.Tensor:
+            read.append(key)
+            return super().__getitem__(key)
+
+    monkeypatch.setattr("accelerate.big_modeling.OffloadedWeightsLoader", Counted)
+    monkeypatch.setattr("rankwise.cli.load_model.free_memory", lambda device: 40_000)  # a layer has 34,000
+    common = ("audit", folder / "tiny", "--text", folder / "text.txt", "--tokens", 16, "--sequences", 8)
+    spread = ("--device-map", "auto", "--offload-folder", tmp_path / "offload")
+    for arguments in ((), spread):
+        assert run(*common, *arguments, "--out", f"out{len(arguments)}").exit_code == 0
+    whole, found = (Audit.load(tmp_path / f"out{count}" / "audit.json") for count in (0, 4))
+    assert (whole.provenance.batches, found.provenance.batches) == (2, 1)
+    assert found.provenance.device == "meta"
+    assert len(read) > 0
+    assert len(set(read)) == len(read)
+    assert compared(whole, found, {"device", "weights_digest", "batches", "command", "arguments"}) == []
+    assert run(*common, *spread, "--batch-size", 2, "--out", "out").exit_code == 0
+    assert Audit.load(tmp_path / "out" / "audit.json").provenance.batches == 4
+    importance = run(*common, *spread, "--importance", "estimate", "--out", "refused").exception
+    said = r"LlamaForCausalLM: expected weights in memory \(0\.0 GB\), got offloaded weights"
+    assert re.search(said, str(importance))
+    monkeypatch.setattr("rankwise.cli.load_model.free_memory", lambda device: 30_000)
+    little = run(*common, *spread, "--out", "little").exception
+    assert "memory: expected 0.0 GB for the largest weight" in str(little)
+
+
+def test_a_full_disk_and_an_offload_folder_without_use_are_named(folder, tmp_path, monkeypatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(InputError, match=r"--offload-folder .*: expected --device-map next to it"):
+        load_model(str(folder / "tiny"), offload_folder=tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="--offload-folder"):
+        load_model(str(folder / "tiny"), device_map="auto", offload_folder=tmp_path / "file")
+    monkeypatch.setattr(LlamaForCausalLM, "from_pretrained", full)
+    with pytest.raises(InputError, match="Choose an --offload-folder on a disk with room"):
+        load_model(str(folder / "tiny"), device_map="auto", offload_folder=tmp_path / "offload")
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [

@@ -92,7 +92,7 @@ def test_measurements_that_fail_are_found_before_the_work() -> None:
     model.forward = without_cache
     steps: list[str] = []
     with pytest.raises(CompressionError, match="use_cache"):
-        rw.compress(model, [ids()], keep=0.5, on_step=steps.append)
+        rw.compress(model, [ids()], keep=0.5, on_progress=lambda step, _: steps.append(step))
     assert steps == ["the parts that the model allows"]
 
 
@@ -101,7 +101,13 @@ def test_all_parts_are_tried_before_the_work_and_named_in_one_message() -> None:
     model, steps = bert(), list[str]()
     said = r"expected a decoder that caches.*\. Parts that work: heads, width\.$"
     with untouched(model), pytest.raises(CompressionError, match=said):
-        rw.compress(model, [ids()], keep=0.5, parts=("heads", "width", "kv"), on_step=steps.append)
+        rw.compress(
+            model,
+            [ids()],
+            keep=0.5,
+            parts=("heads", "width", "kv"),
+            on_progress=lambda step, _: steps.append(step),
+        )
     assert steps == ["the parts that the model allows"]
     assert rw.compress(model, [ids()], keep=0.5, parts=("heads", "width")).parts == ["heads", "width"]
 

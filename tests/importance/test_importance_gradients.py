@@ -58,16 +58,25 @@ def test_gradients_of_blocks_are_difference_quotients(causal):
         assert gradient == pytest.approx(rows.sum() / importance.counted, abs=1e-8)
 
 
-def test_curvature_is_half_the_gauss_newton_diagonal(causal):
+def test_curvature_is_half_the_gauss_newton_diagonal_of_a_layer_shared_as_gates_per_token_have_it(causal):
+    """The heads of a layer share the sum of their curvatures, in proportion to sums over gates per token."""
     model, given, importance = causal
     shares = model(**given).logits[:, :-1].softmax(-1).detach()
-    for site in importance.sites:
-        for head in range(4):
-            run = partial(run_scaled, model, given, site=site.site, head=head)
-            jacobian = slope(lambda gate, run=run: run(gate).logits.detach())[:, :-1]
-            mean = (shares * jacobian).sum(-1, keepdim=True)
-            wanted = 0.5 * float((shares * (jacobian - mean).square()).sum()) / importance.counted
-            assert site.curvature[head] == pytest.approx(wanted, rel=FIVE_ERRORS)
+
+    def curvature(gate, **where):
+        jacobian = slope(lambda step: run_scaled(model, given, gate(step), **where).logits.detach())[:, :-1]
+        mean = (shares * jacobian).sum(-1, keepdim=True)
+        return 0.5 * float((shares * (jacobian - mean).square()).sum()) / importance.counted
+
+    def of_token(token):
+        return lambda step: torch.where(torch.arange(10) == token, step, 1.0)[:, None]
+
+    for site in importance.sites[1:]:
+        heads = [{"site": site.site, "head": head} for head in range(4)]
+        whole = sum(curvature(lambda step: step, **head) for head in heads)
+        tokens = np.array([sum(curvature(of_token(t), **head) for t in range(10)) for head in heads])
+        wanted = tokens * whole / tokens.sum()
+        assert site.curvature == pytest.approx(wanted, rel=FIVE_ERRORS / 2)  # the sum of four heads
 
 
 def test_curvature_of_states_is_the_squared_change():
@@ -77,11 +86,13 @@ def test_curvature_of_states_is_the_squared_change():
     assert importance.loss == "relative squared change of the output"
     for site in importance.sites:
         assert (site.estimate == site.curvature).all()  # the gradient is 0
+        wanted = []
         for head in range(4):
             run = partial(run_scaled, model, given, site=site.site, head=head)
             jacobian = slope(lambda gate, run=run: run(gate)[0].detach())
             shares = jacobian.square().sum((1, 2)) / whole.square().sum((1, 2))
-            assert site.curvature[head] == pytest.approx(float(shares.mean()), rel=FIVE_ERRORS)
+            wanted.append(float(shares.mean()))
+        assert site.curvature.sum() == pytest.approx(sum(wanted), rel=FIVE_ERRORS)
 
 
 def test_estimates_do_not_depend_on_the_split_into_batches():

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import math
+import re
 
 import numpy as np
 import pytest
@@ -74,8 +75,11 @@ def test_merged_importance_of_a_split_equals_importance_of_all_sequences(split):
 
 
 def test_ctrl_c_keeps_finished_removals():
-    def interrupt(what):
-        if what.startswith("without head 3 of 8"):
+    said = []
+
+    def interrupt(what, done):
+        said.append(what)
+        if what.endswith("without head 2 of transformer.h.0.attn"):
             raise KeyboardInterrupt
 
     settings = ImportanceSettings(exact=True, probes=0)
@@ -84,6 +88,14 @@ def test_ctrl_c_keeps_finished_removals():
     assert np.isfinite(importance.sites[0].estimate).all()
     assert importance.removable is None
     assert "interrupted" in importance.notes[-1]
+    numbers = [re.match(r"pass (\d+) of about (\d+): (.*)", what).groups() for what in said[1:]]
+    assert [what for *_, what in numbers] == WHAT
+    assert [int(done) for done, *_ in numbers] == [2, 3, 4, 5]
+    ((planned,),) = {(planned,) for _, planned, _ in numbers}
+    assert 2 + 8 + 2 + 4 <= int(planned) <= 2 + 8 + 2 + 4 + 16  # the batch twice, heads, blocks, the search
+
+
+WHAT = ["gradients of batch 1 of 1", *(f"without head {head} of transformer.h.0.attn" for head in range(3))]
 
 
 def test_a_head_with_zero_weights_costs_nothing_and_is_removed_first():
@@ -166,8 +178,8 @@ def test_the_set_and_its_price_do_not_depend_on_the_batches(loss, tolerance):
         settings = dataclasses.replace(HALVED, loss=loss, tolerance=tolerance)
         importance = measure(model, batches, settings)
         gone = importance.removable
-        passes = 8 + 2 + gone.runs  # each head, each block, each set
-        assert importance.forward == 1 + len(batches) * (1 + passes)
+        passes = 8 + 2 + gone.runs + 1  # each head, each block, each set, and a check of restarts
+        assert importance.forward == 1 + len(batches) * (1 + passes) + 2  # each block is checked as well
         found.append(gone)
     assert 0 < len(found[0].heads) < 8
     for gone in found[1:]:
@@ -285,7 +297,8 @@ def states(sequences=2):
     return torch.randn(sequences, 6, 4, generator=torch.Generator().manual_seed(2))
 
 
-def test_a_model_without_gradients_is_refused_unless_heads_are_removed_one_by_one():
+def test_a_model_without_gradients_is_refused_unless_heads_are_removed_one_by_one(monkeypatch):
+    monkeypatch.setattr("rankwise.importance.ablation.FEW_PASSES", 0)
     model = Detached().eval()
     with pytest.raises(rw.errors.RankwiseError, match='importance="exact"'):
         measure(model, [states()])
@@ -298,20 +311,22 @@ def test_a_model_without_gradients_is_refused_unless_heads_are_removed_one_by_on
         assert importance.removable.sorted_by == "exact"
 
 
-@pytest.mark.parametrize("probes", [3, 4, 5])
-def test_the_method_with_fewer_passes_is_chosen_and_the_record_says_why(probes):
-    """Eight heads and two blocks are 10 passes; a backward pass counts twice, of probes and of the loss."""
+@pytest.mark.parametrize(("probes", "few"), [(3, 5), (3, 4), (4, 4)])
+def test_the_method_with_few_passes_is_chosen_and_the_record_says_why(probes, few, monkeypatch):
+    """Eight heads and two blocks are 10 passes that restart, each half as long as a backward pass."""
+    monkeypatch.setattr("rankwise.importance.ablation.FEW_PASSES", few)
     model, batches = language_model(), [{"input_ids": ids()}, {"input_ids": ids(seed=2)}]
     settings = ImportanceSettings(probes=probes, tolerance=None)
     importance = measure(model, batches, settings)
-    exact = 2 * (probes + 1) >= 8 + 2
+    exact = max(few, probes + 1) >= (8 + 2) / 2
     assert np.isfinite(importance.sites[0].exact).all() == exact
     assert np.isfinite(importance.sites[0].estimate).all() == (not exact)
-    assert importance.forward == 1 + 2 * (1 + 10 * exact)
+    assert importance.forward == 1 + 2 * (1 + 11 * exact) + 2 * exact
     assert importance.backward == 2 * (probes + 1) * (not exact)
     method = "exact" if exact else "estimated"
-    passes = f"takes 10 forward passes per batch, and estimates {probes + 1} backward passes"
-    assert importance.choice.startswith(f"{method}, because removing each head and block {passes}")
+    passes = f"10 heads and blocks takes about 5 forward passes per batch, and costs are exact up to {few}"
+    words = f"{method}, because removing each of {passes}; estimates take {probes + 1} backward passes"
+    assert importance.choice == words
     audit = rw.audit(model, batches, importance=settings)
     assert f"costs are {importance.choice}" in audit.summary(1000)
     for chosen in (True, False):

@@ -3,8 +3,10 @@
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import transformers
@@ -16,7 +18,15 @@ from transformers.modeling_outputs import BaseModelOutput
 
 import rankwise as rw
 from rankwise._internals.batches import to_device
-from rankwise._internals.forward import AddedHook, Change, config_value, device_of, eval_mode, run_model
+from rankwise._internals.forward import (
+    AddedHook,
+    Change,
+    config_value,
+    device_of,
+    eval_mode,
+    free_memory,
+    run_model,
+)
 from rankwise.errors import InputError, RankwiseError
 from rankwise.models import ToSTConfig, ToSTForCausalLM
 
@@ -576,3 +586,30 @@ def test_the_first_value_of_a_configuration_that_is_set_is_returned() -> None:
     assert config_value(model, "n_head", "decoder_start_token_id", "hidden_size") == 32
     assert config_value(model, "vocab_size", default=5) == 5
     assert config_value(nn.Linear(1, 1), "in_features") is None
+
+
+@pytest.mark.parametrize(
+    ("line", "file"),
+    [
+        ("0::/user/job", "user/job/memory.max"),
+        ("0::/user/job", "user/memory.max"),
+        ("0::/hidden", "memory.max"),
+        ("4:cpu,memory:/user/job", "memory/user/job/memory.limit_in_bytes"),
+    ],
+)
+def test_a_control_group_or_one_around_it_limits_the_free_memory(
+    line: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups, listed = tmp_path / "groups", tmp_path / "listed"
+    places = {"/sys/fs/cgroup": groups, "/proc/self/cgroup": listed}
+    monkeypatch.setattr("rankwise._internals.forward.Path", lambda path: places[path])
+    listed.write_text(f"9:cpu:/other\n{line}\n")
+    (groups / file).parent.mkdir(parents=True)
+    unlimited = free_memory(torch.device("cpu"))
+    limit = psutil.Process().memory_info().rss + 2**30
+    (groups / file).write_text(f"{limit}\n")
+    assert free_memory(torch.device("cpu")) == pytest.approx(min(unlimited, 2**30), rel=0.1)
+    (groups / file).write_text("max\n")
+    assert free_memory(torch.device("cpu")) == pytest.approx(unlimited, rel=0.2)
+    (groups / file).write_text("1\n")
+    assert free_memory(torch.device("cpu")) == 0

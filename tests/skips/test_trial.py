@@ -53,12 +53,16 @@ def by_hand(build: Callable[[], nn.Module], steps: int, value: float | None = No
 
 
 def test_runs_are_trainings_with_adamw_from_one_seed() -> None:
-    other, told = {"pre-norm": lambda: Bytes(norm_first=True)}, list[str]()
+    other, told = {"pre-norm": lambda: Bytes(norm_first=True)}, list[tuple[str, float]]()
     runs = rw.skips.try_lambdas(
         Bytes, iter(LABELLED), [2.0, -3.0], steps=5, lr=0.01, seed=7, loss=loss, alternatives=other,
-        on_run=told.append,
+        on_progress=lambda step, done: told.append((step, done)),
     )  # fmt: skip
-    assert list(runs) == told == ["as it is", "λ = 2", "λ = -3", "pre-norm"]
+    assert list(runs) == ["as it is", "λ = 2", "λ = -3", "pre-norm"]
+    assert [step for step, _ in told] == [
+        f"training {name}, step {n} of 5" for name in runs for n in range(1, 6)
+    ]
+    assert [done for _, done in told] == pytest.approx([step / 20 for step in range(20)])
     assert runs["as it is"] == by_hand(Bytes, 5)
     assert runs["λ = 2"] == by_hand(Bytes, 5, 2.0)
     assert runs["λ = -3"] == by_hand(Bytes, 5, -3.0)

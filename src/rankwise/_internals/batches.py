@@ -152,6 +152,15 @@ def drop_unused_labels(model: nn.Module, batch: Any) -> tuple[Any, str]:
     return batch, ""
 
 
+def without_logits(model: nn.Module, batch: Any) -> Any:
+    """Return a batch that asks a model of transformers for the logits of one token, if it computes no loss.
+
+    An audit reads no logits, which take most of the time and memory of small models with many words.
+    """
+    asks = isinstance(batch, Mapping) and not {"logits_to_keep", *LABELS} & batch.keys()
+    return {**batch, "logits_to_keep": 1} if asks and "logits_to_keep" in argument_names(model) else batch
+
+
 def _parameters(model: nn.Module) -> list[inspect.Parameter]:
     return list(inspect.signature(model.forward).parameters.values())
 

@@ -3,7 +3,7 @@
 import inspect
 import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import chain
@@ -17,9 +17,12 @@ from torch import Tensor, nn
 
 from rankwise._internals.batches import Batch, map_leaves, second_argument, takes_dict, tensors_in
 from rankwise._internals.torch_private import like, original_of, preserve_state, set_attribute
-from rankwise.errors import InputError, first_line
+from rankwise.errors import InputError, RankwiseError, first_line
 
 HALF = (torch.float16, torch.bfloat16)
+Progress = Callable[[str, float], None]
+"""Function of a step in words and the finished share of the work, 0 to 1; the share restarts with a new kind
+of step, and is NaN if it is unknown."""
 
 
 def config_value(source: Any, *names: str, default: Any = None) -> Any:
@@ -32,6 +35,13 @@ def config_value(source: Any, *names: str, default: Any = None) -> Any:
         return next((v for name in names if (v := getattr(config, name, None)) is not None), default)
     except RuntimeError:
         return default
+
+
+def vocabulary(model: nn.Module) -> int:
+    """Return the number of rows of the output embedding of a transformers model. Return 0 if unknown."""
+    find_head: Callable[[], Any] = getattr(model, "get_output_embeddings", lambda: None)
+    weight = getattr(find_head(), "weight", None)
+    return len(weight) if isinstance(weight, Tensor) else 0
 
 
 def run_model(model: nn.Module, batch: Batch, *, seed: int | None = 0) -> Any:
@@ -192,13 +202,32 @@ def device_of(model: nn.Module) -> torch.device:
     return next((tensor.device for tensor in tensors if tensor.device.type != "meta"), torch.device("cpu"))
 
 
+def check_in_memory(model: nn.Module, error: type[RankwiseError] = InputError) -> None:
+    """Raise ``error`` if weights of a model are offloaded: to the disk, or to the CPU between passes."""
+    if any(weight.is_meta for weight in model.parameters()):
+        size = sum(weight.numel() * weight.element_size() for weight in model.parameters())
+        raise error(
+            f"model {type(model).__name__}", expected=f"weights in memory ({size / 1e9:.1f} GB)",
+            got="offloaded weights", fix="Load the model without `device_map`, or onto one device.",
+        )  # fmt: skip
+
+
 def free_memory(device: torch.device) -> int:
-    """Return the bytes of memory of a device that are free. A container has no more than its limit."""
+    """Return the bytes of memory of a device that are free. A control group has no more than its limit."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    free, limit = psutil.virtual_memory().available, Path("/sys/fs/cgroup/memory.max")
-    if limit.is_file() and (most := limit.read_text().strip()).isdigit():
-        free = min(free, int(most) - psutil.Process().memory_info().rss)
+    free, groups = psutil.virtual_memory().available, Path("/sys/fs/cgroup")
+    files = [groups / "memory.max"]  # the file of a container that sees its own group as the root
+    with suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, kinds, group = line.split(":", 2)
+            folder, name = (groups / "memory", "memory.limit_in_bytes") if kinds else (groups, "memory.max")
+            if not kinds or "memory" in kinds.split(","):
+                inner = folder / group.lstrip("/")
+                files += [path / name for path in (inner, *inner.parents)]
+    for file in files:
+        if file.is_file() and (limit := file.read_text().strip()).isdigit():
+            free = min(free, int(limit) - psutil.Process().memory_info().rss)
     return max(0, free)
 
 

@@ -10,7 +10,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from rankwise._internals.forward import config_value, device_of, free_memory
+from rankwise._internals.forward import config_value, device_of, free_memory, vocabulary
 from rankwise.auditing.error_hints import positions_of
 from rankwise.errors import InputError, whole_number
 from rankwise.importance.loss_choice import continues_texts
@@ -169,9 +169,7 @@ def _sequences_in_memory(model: nn.Module, tokens: int, copies: float) -> tuple[
 
     Raise `InputError` if one sequence does not fit.
     """
-    find_head: Callable[[], Any] = getattr(model, "get_output_embeddings", lambda: None)
-    weight = getattr(find_head(), "weight", None)
-    words = len(weight) if isinstance(weight, Tensor) else 0
+    words = vocabulary(model)
     if not words:  # no logits
         return sys.maxsize, 0
     free, needed = free_memory(device_of(model)), max(1, round(4 * copies * tokens * words))

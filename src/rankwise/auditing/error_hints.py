@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from rankwise._internals.batches import argument_names, tensors_of
@@ -68,6 +69,8 @@ def _advice_from_numbers(model: nn.Module, batch: Any, error: Exception) -> str:
     weight = next(model.parameters(), None)
     if out_of_memory(error):
         return " Use smaller batches or shorter sequences."
+    if isinstance(error, torch.AcceleratorError):
+        return " The device failed: check it, and start a new process."
     if isinstance(words, int) and words and any(int(tensor.max()) >= words for tensor in ids):
         return f" A token id is not below the {words} that the model knows: is it the model's own tokenizer?"
     if positions is not None and positions < longest:

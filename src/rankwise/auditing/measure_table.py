@@ -314,7 +314,7 @@ class HeadMeasures(Record):
         "order, for a gate ξ = 1 on M V. NaN without importance",
         range=Range("(−∞, ∞) in the unit of the loss"),
         low="costs least of all heads", high="costs most of all heads", digits=4,
-        cost="estimate: a forward and a few backward passes for all heads; exact: a forward pass per head",
+        cost="estimate: a forward and five backward passes for all heads; exact: half a forward pass each",
         console="cost of\nremoval", known_only=True, late=True,
         meaning="How much the loss rises without the head, in the unit of the loss. Below 0 the model is "
         "better without it. An estimate sorts heads and can fall far short of large costs.",

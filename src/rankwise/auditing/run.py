@@ -3,14 +3,24 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from operator import length_hint
 from time import perf_counter
 from typing import Any
 
 import torch
 from torch import nn
 
-from rankwise._internals.batches import Batch, batch_size, drop_unused_labels, each_batch, to_device
+from rankwise._internals.batches import (
+    Batch,
+    batch_size,
+    drop_unused_labels,
+    each_batch,
+    to_device,
+    without_logits,
+)
 from rankwise._internals.forward import (
+    Progress,
+    check_in_memory,
     device_of,
     fresh_autocast_cache,
     run_model,
@@ -26,7 +36,7 @@ from rankwise.auditing.measure import measure_heads, measure_states, sampled
 from rankwise.auditing.provenance import DataDigest, provenance_of, weights_digest
 from rankwise.auditing.records import Provenance
 from rankwise.auditing.result import Audit
-from rankwise.auditing.settings import AtInitOption, AuditSettings, MapOption, Progress, RankMethod
+from rankwise.auditing.settings import AtInitOption, AuditSettings, MapOption, RankMethod
 from rankwise.auditing.statistics import AuditStatistics, ModelStatistics
 from rankwise.errors import CaptureError, RankwiseError
 from rankwise.importance import Importance, ImportanceSettings, measure_importance
@@ -72,9 +82,10 @@ def audit(
     is measured when its block has run and then released, so memory does not grow with batches or layers.
 
     Cost: one forward pass per batch. Exact ranks need the eigenvalues of a Gram matrix per head and sequence
-    (T S min(T, S) time, 8 T S bytes). Estimated ranks need 67 passes over the rows (O(T S K) time, O(T + S)
-    memory). With ``importance``, each batch needs one more forward pass, nine backward passes, and 5 to 30
-    forward passes with sets of heads removed. "exact" adds a forward pass per head and block.
+    (T S min(T, S) time, 8 T S bytes). Estimated ranks need 64 products of each matrix and its transpose with
+    16 vectors (O(T S) time, 4 T S bytes, at most 2 GiB). With ``importance``, each batch needs two more
+    forward passes, half a forward pass per head and block or, beyond 100 of them, five backward passes, and 8
+    more forward passes than log2 of the number of heads, to remove sets of them. "exact" needs both.
 
     Args:
         model: any `torch.nn.Module`.
@@ -93,14 +104,17 @@ def audit(
             "all", "3:7,5:0" (layer:head), or pairs. A map (`AttentionMap`) has at most 128×128 entries;
             longer sequences are averaged block by block. Cost per head: a product with 128 columns, 43 KiB.
         importance: measure the loss without each head and block, and which heads can be removed together.
-            True estimates the losses from gradients. "exact" also removes heads and blocks one by one.
+            True removes heads and blocks one by one, or beyond 100 of them estimates the losses from
+            gradients. "exact" does both.
             `rankwise.importance.ImportanceSettings` has more options, such as the loss.
         loss: also measure the loss of the model, as ``audit.importance.value``, by one more forward pass.
         at_init: audit copies of the model at initialization on the same batches, one at a time. True for
             three seeds, a number of seeds, or a function that builds the model from a seed, for models that
             `reinitialized` cannot build. Each copy costs one audit and the memory of the model.
         provenance: fields of `Provenance` to record: model, revision, data, command.
-        on_progress: function called with the number of finished batches and the name of the module or step.
+        on_progress: function called with each step, such as the batch and the name of the module, and the
+            finished share of the batches, copies or passes (of the current batch, if the number of batches
+            is unknown).
 
     After Ctrl-C, the audit contains the finished batches (or layers of the first batch), copies at
     initialization and removals of heads, and ``complete`` is False. KeyboardInterrupt is raised if nothing
@@ -110,7 +124,8 @@ def audit(
         AuditError: if the model or a batch fails, or importance or ``at_init`` cannot be measured. The
             attribute ``audit`` contains the finished measurements.
         CaptureError: if no mixing operator is found.
-        InputError: if an option is wrong, no batch is passed, or the model fails before it mixes tokens.
+        InputError: if an option is wrong, no batch is passed, the model fails before it mixes tokens, or
+            importance is requested of a model with offloaded weights.
         InitializationError: before anything is measured, if ``at_init`` is requested and the model cannot be
             built at initialization.
 
@@ -155,15 +170,23 @@ class Run:
         self._states: dict[str, CapturedState] = {}
         """Last token state by stack of blocks, with which the next state is compared."""
         self._batch: Any = None
-        self._on_progress = settings.on_progress or (lambda batches, site: None)
+        self._on_progress = settings.on_progress or (lambda step, done: None)
+        modules = dict(model.named_modules()) if isinstance(model, nn.Module) else {}
+        self._place = {name: place / len(modules) for place, name in enumerate(modules)}
+        self._planned, self._reached, self._digest = 0, 0.0, ""
 
     def run(self, batches: Iterable[Batch]) -> None:
         """Audit all batches; then audit copies at initialization and measure importance, if requested."""
         at_init, importance = self.settings.at_init, self.settings.importance
         if at_init is not None:
             next(initial_copies(self.model, at_init))  # a copy that cannot be built fails before measuring
+        if importance is not None and isinstance(self.model, nn.Module):
+            check_in_memory(self.model)  # each pass would read the weights again
         if at_init is not None or importance is not None:
             batches = list(each_batch(batches))
+        self._planned = length_hint(batches)
+        if "weights_digest" not in self.settings.provenance:
+            self._digest = weights_digest(self.model)  # now, because a device may fail during the audit
         with sharded_again(self.model), fresh_autocast_cache(), ExitStack() as stack:
             stack.enter_context(uncompiled())
             if isinstance(self.model, nn.Module) and compiled_modules(self.model):
@@ -192,7 +215,7 @@ class Run:
                 self._note(left_out)
             self._batch = batch
             with batch_errors(self.model, batch, f"`batches`, batch {self.batches + 1}"):
-                run_model(self.model, to_device(batch, device))
+                run_model(self.model, to_device(without_logits(self.model, batch), device))
             self._take_batch()
             self.batches += 1
             self.sequences += batch_size(batch)
@@ -214,7 +237,7 @@ class Run:
                 for place, attention_map in self.maps.record(site, heads, self._batch).items():
                     statistics.examples[place].attention_map = attention_map
             self.batch_statistics.add_heads(statistics)
-        self._on_progress(self.batches, site.name)
+        self._report(site.name)
 
     def _state(self, state: CapturedState) -> None:
         with _measuring(state.name), one_thread():
@@ -225,7 +248,15 @@ class Run:
                 and before.tokens.shape == state.tokens.shape
             )
             self.batch_statistics.add_states(measure_states(state, before if follows else None))
-        self._on_progress(self.batches, state.name)
+        self._report(state.name)
+
+    def _report(self, module: str) -> None:
+        """Report progress: the place of the module among the modules of the model is the share of a batch."""
+        self._reached = max(self._reached, self._place.get(module, 0.0))  # a block ends after its modules
+        number, done = f"batch {self.batches + 1}", self._reached
+        if self._planned:
+            number, done = f"{number} of {self._planned}", (self.batches + done) / self._planned
+        self._on_progress(f"{number}: {module}", done)
 
     def _note(self, text: str) -> None:
         if text not in self.notes:
@@ -235,6 +266,7 @@ class Run:
         self.statistics.merge(self.batch_statistics)
         self.batch_statistics = ModelStatistics()
         self._states.clear()
+        self._reached = 0.0
 
     def _keep_finished(self) -> bool:
         """Keep finished batches, or finished layers of the first batch. Return True if a head is kept."""
@@ -247,8 +279,7 @@ class Run:
         self.built = built_words(self.model, settings)
         try:
             for seed, model in initial_copies(self.model, settings):
-                name = f"seed {seed} of {settings.seeds} at initialization"
-                run = Run(model, self._for_copy(name))
+                run = Run(model, self._for_copy(settings.seeds))
                 run.run(batches)
                 if not run.complete:
                     raise KeyboardInterrupt
@@ -262,21 +293,23 @@ class Run:
         except Exception as error:
             raise self._failed(error, "at_init", "an audit at initialization") from error
 
-    def _for_copy(self, name: str) -> AuditSettings:
+    def _for_copy(self, copies: int) -> AuditSettings:
         """Return the settings for auditing a copy, without steps that only the model itself needs."""
         left_out: dict[str, Any] = dict.fromkeys(("tokenizer", "maps", "importance", "at_init"))
-        return replace(
-            self.settings,
-            **left_out,
-            on_progress=lambda done, site: self._on_progress(done, f"{name}: {site}"),
-        )
+        finished = len(self.copies)
+
+        def on_progress(step: str, done: float) -> None:
+            name = f"copy {finished + 1} of {copies} at initialization"
+            self._on_progress(f"{name}, {step}", (finished + done) / copies)
+
+        return replace(self.settings, **left_out, on_progress=on_progress)
 
     def _measure_importance(self, batches: Iterable[Batch], settings: ImportanceSettings) -> None:
         try:
             heads = {mixer: statistics.heads for mixer, statistics in self.statistics.heads.items()}
             self.importance = measure_importance(
                 self.model, batches, settings, heads=heads, **self.where,
-                on_progress=lambda step: self._on_progress(self.batches, f"importance: {step}"),
+                on_progress=lambda step, done: self._on_progress(f"importance, {step}", done),
             )  # fmt: skip
             self.complete = self.importance.complete
         except KeyboardInterrupt:
@@ -307,9 +340,8 @@ class Run:
         measured: dict[str, Any] = {
             "delta": self.settings.delta, "batches": self.batches, "sequences": self.sequences,
             "data_digests": [self.data.value] if self.data.value else [],
-            "seconds": round(perf_counter() - self.started, 1),
+            "seconds": round(perf_counter() - self.started, 1), "weights_digest": self._digest,
         }  # fmt: skip
-        measured |= {} if "weights_digest" in given else {"weights_digest": weights_digest(self.model)}
         notes = list(dict.fromkeys((*self.notes, *missing, *self.trace.notes, *given.get("notes", ()))))
         return provenance_of(self.model, measured, {**given, "notes": notes})
 

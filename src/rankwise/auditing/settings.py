@@ -6,6 +6,7 @@ from typing import Any, Literal, get_args
 
 from torch import nn
 
+from rankwise._internals.forward import Progress
 from rankwise._internals.statistics import DELTA, check_delta
 from rankwise.auditing.initialization import AtInitSettings
 from rankwise.auditing.provenance import check_provenance
@@ -18,8 +19,6 @@ RankMethod = Literal["auto", "exact", "estimate"]
 MapOption = str | Iterable[tuple[int, int]]
 """Heads whose attention maps are kept: "flagged", "all", "3:7,5:0" (layer:head), or pairs (layer, head)."""
 AtInitOption = bool | int | Callable[[int], nn.Module] | AtInitSettings
-Progress = Callable[[int, str], None]
-"""Function called with the number of finished batches and the name of the last module or step."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from rankwise import measures
 from rankwise._internals.batches import Batch, each_batch
-from rankwise._internals.forward import eval_mode
+from rankwise._internals.forward import Progress, eval_mode
 from rankwise._internals.linalg import as_float64
 from rankwise._internals.records import Address, grouped
 from rankwise._internals.threads import exclusive
@@ -38,12 +38,15 @@ SKIP_PAPER = "“Lambda-Skip Connections: the architectural component that preve
 
 
 @exclusive
-def check(model: nn.Module, batches: Iterable[Batch]) -> list[CheckedClaim]:
+def check(
+    model: nn.Module, batches: Iterable[Batch], *, on_progress: Progress = lambda step, done: None
+) -> list[CheckedClaim]:
     """Check claims of papers about ranks and attention on a model, and say which hold.
 
     A claim that the model or the data cannot show, such as one about queries of a state-space model, has the
     outcome "cannot be measured here" and a reason. Sequences of fewer than 8 tokens, and sequences with NaN,
-    are left out. The model (any module) runs in evaluation mode and is not changed.
+    are left out. The model (any module) runs in evaluation mode and is not changed. ``on_progress`` is called
+    with each claim and the finished share of the claims. After Ctrl-C, the checked claims are returned.
 
     Cost: three forward passes of each of the ``batches`` (as for `rankwise.audit`), one pass of a copy at
     initialization, and decompositions of each attention matrix, O(T³). Heads and states stay in memory.
@@ -60,14 +63,17 @@ def check(model: nn.Module, batches: Iterable[Batch]) -> list[CheckedClaim]:
         >>> outcomes["affine_rank"], outcomes["dormant_heads"]
         ('does not hold', 'cannot be measured here')
     """
-    every, checked = [*each_batch(batches)], []
+    every, checked = [*each_batch(batches)], list[CheckedClaim]()
     runs = {False: run_batches(model, every)}
     for measure, claim, at_init in CLAIMS:
         try:
+            on_progress(claim.statement, len(checked) / len(CLAIMS))
             if at_init not in runs:
                 runs[at_init] = run_batches(reinitialized(model), every)
             yours, holds = measure(runs[at_init])
             result = {"yours": yours, "outcome": "holds" if holds else "does not hold"}
+        except KeyboardInterrupt:
+            break
         except NotMeasurableError as error:
             result = dict(zip(("reason", "yours"), error.args, strict=True))
         except RankwiseError as error:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from rankwise.cli import options
-from rankwise.errors import InputError, one_of
+from rankwise.errors import InputError, one_of, whole_number
 
 if TYPE_CHECKING:
     from rankwise.importance import ImportanceSettings
@@ -75,8 +75,8 @@ def command(
         typer.Option(
             metavar="[auto|estimate|exact|none]",
             help="Measure the loss without each head. exact: remove heads one by one. estimate: use "
-            "gradients, which sort heads; large losses can come out far too small. auto: exact for the demo, "
-            "else whichever takes fewer passes.",
+            "gradients, which sort heads; large losses can come out far too small. auto: exact up to "
+            "about 100 heads and blocks, else estimates.",
         ),
     ] = None,
     importance_tolerance: Annotated[
@@ -86,6 +86,14 @@ def command(
         str,
         typer.Option(help="Loss: auto, causal, masked, encoder-decoder, labels, own or output (its change)."),
     ] = "auto",
+    importance_tokens: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Read the loss at N random tokens of each sequence; by default at all tokens up to 32,000 "
+            "classes, else at 64.",
+        ),
+    ] = None,
     loss: Annotated[
         bool, typer.Option("--loss", help="Measure the loss of the model only: one forward pass.")
     ] = False,
@@ -98,7 +106,11 @@ def command(
         str | None, typer.Option(help="Spread over devices: auto, balanced, sequential, a device, or JSON.")
     ] = None,
     offload_folder: Annotated[
-        Path | None, typer.Option(help="Folder for weights that the device map puts on the disk.")
+        Path | None,
+        typer.Option(
+            help="Leave weights on the disk that exceed half of the free memory, converted in this folder if "
+            "necessary. All sequences run in one batch, to read weights once, unless --batch-size is given."
+        ),
     ] = None,
     dtype: options.Dtype = "auto",
     tokenizer: Annotated[
@@ -140,7 +152,12 @@ def command(
     settings = AuditSettings.of(delta=delta, rank_method=rank_method, attention_maps=attention_maps)
     if is_demo and images is None and dataset is None:
         text = text or demo_text()
-    costs = parse_importance(importance, is_demo, importance_tolerance, importance_loss, only_loss=loss)
+    source = context.get_parameter_source("batch_size")
+    if offload_folder is not None and source and source.name == "DEFAULT":
+        batch_size = sequences
+    costs = parse_importance(
+        importance, is_demo, importance_tolerance, importance_loss, importance_tokens, only_loss=loss
+    )
     job = AuditJob(
         model=str(demo_model()) if is_demo else "", text=text, images=images,
         dataset=dataset, tokens=tokens, sequences=sequences, batch_size=batch_size, shards=shards,
@@ -181,17 +198,26 @@ def command(
 
 
 def parse_importance(
-    how: str | None, is_demo: bool, tolerance: float, loss: str, *, only_loss: bool = False
+    how: str | None,
+    is_demo: bool,
+    tolerance: float,
+    loss: str,
+    tokens: int | None = None,
+    *,
+    only_loss: bool = False,
 ) -> "ImportanceSettings | Literal[False]":
     """Return the settings for importance. Return False if importance is not measured.
 
     Without an option, importance is measured exactly for the demo, and not at all for other models.
     """
-    from rankwise.importance.settings import LOSSES, ImportanceSettings
+    from rankwise.importance.settings import FEW_TOKENS, LOSSES, ImportanceSettings
 
     if how is not None:
         one_of("--importance", how, ("auto", "estimate", "exact", "none"))
+    if tokens is not None:
+        whole_number("--importance-tokens", tokens, 1, fix=f"Take {FEW_TOKENS}, or leave it out.")
     settings = ImportanceSettings(
+        tokens=tokens,
         exact={"exact": True, "estimate": False}.get(how or "", (is_demo and not only_loss) or None),
         estimates=not only_loss,
         tolerance=tolerance,

@@ -3,13 +3,14 @@
 import hashlib
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import typer
 
+from rankwise._internals.forward import Progress
 from rankwise.auditing import Audit, AuditError, audit
 from rankwise.auditing.batches import ALL, FORWARD_COPIES, LOSS_COPIES, Shard
 from rankwise.auditing.provenance import weights_digest
@@ -20,9 +21,6 @@ from rankwise.cli.output import is_of_audit, show_progress, write_report
 from rankwise.errors import INTERRUPTED, InputError, RankwiseError
 from rankwise.importance import ImportanceSettings
 from rankwise.skips import recommend
-
-Say = Callable[[str], None]
-"""Function that shows the user which step is running."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +65,7 @@ class AuditJob:
             methods = {True: "exact", False: "estimate", None: "auto"}
             given["importance"] = None if given["loss"] else methods[importance.exact]
             defaults |= {"loss": False, "importance": None}
-            for name in ("tolerance", "loss"):
+            for name in ("tolerance", "loss", "tokens"):
                 given[f"importance_{name}"] = getattr(importance, name)
                 defaults[f"importance_{name}"] = getattr(type(importance), name)
         return {
@@ -150,7 +148,7 @@ def load(job: AuditJob) -> tuple[LoadedModel, LoadedData]:
 
 
 def measure(
-    job: AuditJob, say: Say = lambda step: None, provenance: Mapping[str, Any] | None = None
+    job: AuditJob, say: Progress = lambda step, done: None, provenance: Mapping[str, Any] | None = None
 ) -> tuple[Audit, bool]:
     """Return the audit of a job, and True if Ctrl-C stopped the audit or the recommendation of λ.
 
@@ -177,10 +175,10 @@ def measure(
         "random_weights": model.random_blocks,
     }
     result = audit(
-        model.model, batches(), job.delta, rank_method=job.rank_method, attention_maps=job.attention_maps,
-        at_init=job.at_init or False, importance=job.importance, tokenizer=data.tokenizer,
+        model.model, data.batches if isinstance(data.batches, list) else batches(), job.delta,
+        rank_method=job.rank_method, attention_maps=job.attention_maps, at_init=job.at_init or False,
+        importance=job.importance, tokenizer=data.tokenizer, on_progress=say,
         provenance=about | dict(provenance or {}),
-        on_progress=lambda done, step: say(f"batch {done + 1}: {step}"),
     )  # fmt: skip
     if job.shard != ALL:
         # With repeated lines, two shards can have equal data, which merging would refuse.
@@ -189,13 +187,13 @@ def measure(
     if not result.complete:
         return result, True
     try:
-        return recommend(result, model.model, first[0], model.loss), False
+        example = first[0] if first else next(iter(data.batches))
+        return recommend(result, model.model, example, model.loss), False
     except KeyboardInterrupt:
         note, stopped = "skip connections not looked at: interrupted from the keyboard", True
     except Exception as error:  # a failed recommendation must not lose the audit
         reason = str(error) if isinstance(error, RankwiseError | RuntimeError) else repr(error)
         note, stopped = f"no λ is named for COLLAPSE: {reason}", False
-        say(note)
     return _with_provenance(result, notes=[*result.provenance.notes, note]), stopped
 
 
@@ -203,7 +201,7 @@ def _with_provenance(result: Audit, **fields: Any) -> Audit:
     return result.model_copy(update={"provenance": result.provenance.model_copy(update=fields)})
 
 
-def run_job(job: AuditJob, say: Say = lambda step: None) -> Audit:
+def run_job(job: AuditJob, say: Progress = lambda step, done: None) -> Audit:
     """Run a job. Return the complete audit, with digests of the files that the job read.
 
     Raise `RankwiseError` for each failure, because Ray can send this error between processes. Raise
@@ -212,7 +210,7 @@ def run_job(job: AuditJob, say: Say = lambda step: None) -> Audit:
     try:
         digests = job.file_digests()  # taken before the files are read, so that --resume sees later changes
         about = {"file_digests": digests}
-        result, interrupted = measure(job, lambda step: say(f"{job.model}, {step}"), about)
+        result, interrupted = measure(job, lambda step, done: say(f"{job.model}, {step}", done), about)
     except RankwiseError:
         raise
     except (Exception, SystemExit) as error:  # a factory may call sys.exit, which would end a Ray worker

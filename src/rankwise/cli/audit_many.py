@@ -11,8 +11,9 @@ from typing import Any
 import typer
 
 from rankwise._internals.files import folder_name
+from rankwise._internals.forward import Progress
 from rankwise.auditing import Audit, AuditError, History, sort_by_step
-from rankwise.cli.audit_job import AuditJob, Say, merge_shards, run_job
+from rankwise.cli.audit_job import AuditJob, merge_shards, run_job
 from rankwise.cli.load_model import split_factory, split_revision
 from rankwise.cli.output import new_folder, print_results, write_report
 from rankwise.errors import INTERRUPTED, InputError, RankwiseError, RecordError, first_line, need_package
@@ -179,11 +180,15 @@ def _new_folders(jobs: Sequence[AuditJob], taken: set[str], out: Path) -> dict[A
     raise InputError(f"--out {out}", expected=expected, got=got, fix="Choose another folder.")
 
 
-def run_here(jobs: Sequence[AuditJob], say: Say = lambda step: None) -> Results:
+def run_here(jobs: Sequence[AuditJob], say: Progress = lambda step, done: None) -> Results:
     """Run jobs one after the other in this process, and yield each job with its audit or error."""
-    for job in jobs:
+    for number, job in enumerate(jobs, 1):
+
+        def report(step: str, done: float, which: str = f"{number} of {len(jobs)}: ") -> None:
+            say(which + step, done)
+
         try:
-            yield job, run_job(job, say)
+            yield job, run_job(job, report)
         except RankwiseError as error:
             yield job, error
 

@@ -42,10 +42,12 @@ def command(
     """Check claims; `HELP` describes the command."""
     from rankwise.auditing.records import Verdict
     from rankwise.claims import check
+    from rankwise.claims.table import CLAIMS
     from rankwise.cli import output
     from rankwise.cli.audit_job import AuditJob, load
     from rankwise.cli.load_data import check_data
     from rankwise.cli.load_model import demo_model, demo_text
+    from rankwise.errors import INTERRUPTED
     from rankwise.importance import ImportanceSettings
     from rankwise.report.document import Document, Section, Table
 
@@ -57,9 +59,9 @@ def command(
         sequences=sequences, batch_size=batch_size, device=device, dtype=dtype,
         trust_remote_code=trust_remote_code, importance=ImportanceSettings(),
     )  # fmt: skip
-    loaded, data = load(job)
-    with output.show_progress("checking claims"):
-        claims = check(loaded.model, data.batches)
+    with output.show_progress() as on_progress:
+        loaded, data = load(job)
+        claims = check(loaded.model, data.batches, on_progress=on_progress)
     count = Counter(claim.outcome for claim in claims)
     sentence = f"{count['holds']} of {len(claims)} claims hold, {count['does not hold']} do not, "
     sentence += f"{count['cannot be measured here']} cannot be measured here."
@@ -78,3 +80,5 @@ def command(
         notes=[*loaded.notes, *data.notes],
     )  # fmt: skip
     output.print_results(document)
+    if len(claims) < len(CLAIMS):
+        raise typer.Exit(INTERRUPTED)

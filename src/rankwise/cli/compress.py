@@ -93,10 +93,11 @@ def command(
         fix = "Compress the model without them, then run `rankwise skip` on the result."
         raise InputError(f"model {model}", expected="a model without λ-skips", got="saved λ-skips", fix=fix)
     with output.new_folder(out):
-        subject = load_model(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
-        sizes: dict[str, Any] = {"tokens": tokens, "sequences": 2 * sequences, "batch_size": 2 * batch_size}
-        batches, held_out, notes = _data(subject, sizes, text=text, images=images, dataset=dataset)
-        with output.show_progress() as on_step:
+        with output.show_progress() as on_progress:
+            subject = load_model(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+            sizes: dict[str, Any] = {"tokens": tokens, "sequences": 2 * sequences}
+            sizes["batch_size"] = 2 * batch_size
+            batches, held_out, notes = _data(subject, sizes, text=text, images=images, dataset=dataset)
             record = compress(
                 subject.model,
                 batches,
@@ -107,7 +108,7 @@ def command(
                 held_out=held_out or None,
                 time=time,
                 seed=seed,
-                on_step=on_step,
+                on_progress=on_progress,
             )
         about = {
             **record.about,

@@ -126,7 +126,8 @@ def _load_texts(
     limit = longest_sequence(loaded.model)
     batches, more_notes = model_batches(loaded.model, texts, tokenizer, tokens=tokens, **sizes)
     data = f"{name}, up to {tokens if limit is None else min(tokens, limit)} tokens"
-    return LoadedData(batches, data, (*notes, *more_notes), tokenizer)
+    every = [*batches]  # token ids are small; their number shows how far an audit is
+    return LoadedData(every, data, (*notes, *more_notes), tokenizer)
 
 
 def _load_tokenizer(loaded: LoadedModel) -> Any:

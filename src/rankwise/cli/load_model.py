@@ -12,6 +12,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from rankwise._internals.files import writable_folder
+from rankwise._internals.forward import config_value, free_memory
 from rankwise.cli.load_gguf import as_plain_model, gguf_location, read_once
 from rankwise.cli.output import quiet_libraries
 from rankwise.errors import InputError, first_line, instance_of, one_of
@@ -111,7 +113,8 @@ def load_model(
 
     λ-skips that are saved in the folder are applied. A factory, `module.py:factory`, takes no arguments. It
     returns a module, or a module and its batches. The default device is the CPU. `device_map` is a name or
-    device that transformers knows, or JSON such as `{"module": "device", …}`.
+    device that transformers knows, or JSON such as `{"module": "device", …}`. With `offload_folder`, a named
+    map leaves weights on the disk that exceed half of the free memory.
     """
     quiet_libraries()
     placement = check_loading(spec, dtype, device, device_map, offload_folder)
@@ -168,6 +171,9 @@ def check_loading(
     one_of("--dtype", dtype, ["auto", *DTYPES])
     split_revision(spec)
     if device_map is None:
+        if offload_folder is not None:
+            subject, fix = f"--offload-folder {offload_folder}", "Add --device-map auto."
+            raise InputError(subject, expected="--device-map next to it", got="none", fix=fix)
         return {}
     placement: dict[str, Any] = {"device_map": device_map}
     if device_map.startswith("{"):
@@ -176,7 +182,10 @@ def check_loading(
         except ValueError as error:
             subject, fix = f"--device-map {device_map}", "Quote it for the shell: --device-map '{…}'."
             raise InputError(subject, expected="JSON", got=str(error), fix=fix) from error
-    return placement if offload_folder is None else placement | {"offload_folder": str(offload_folder)}
+    if offload_folder is not None:
+        writable_folder(offload_folder, "--offload-folder")
+        placement["offload_folder"] = str(offload_folder)
+    return placement
 
 
 def _from_factory(path: Path, name: str) -> LoadedModel:
@@ -208,7 +217,6 @@ def _from_transformers(
     import transformers
 
     from rankwise import models  # registers ToST models with transformers
-    from rankwise._internals.forward import config_value
     from rankwise.compression import save  # registers compressed models
 
     for file, (got, fix) in OTHER_FOLDERS.items():
@@ -230,6 +238,10 @@ def _from_transformers(
             options |= {"dtype": dtype if dtype == "auto" else DTYPES[dtype], "output_loading_info": True}
             if gguf and hasattr(transformers, "GgufConfig"):  # versions without it always dequantize
                 options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+            if "offload_folder" in placement and isinstance(placement["device_map"], str):
+                from accelerate.utils import get_max_memory
+
+                placement["max_memory"] = get_max_memory() | {"cpu": free_memory(torch.device("cpu")) // 2}
             model, loading = kind.from_pretrained(home, **options, **placement)
             notes = [as_plain_model(model, gguf)] if gguf else []
     except InputError:
@@ -240,7 +252,13 @@ def _from_transformers(
         if gguf_file:
             fix = "Pass the Hugging Face model that the file was made from"
         fix += ", pass module.py:factory, or add the option that the message names, as --trust-remote-code."
+        if "No space left" in got and placement.get("offload_folder"):
+            fix = "Choose an --offload-folder on a disk with room for the weights."
         raise InputError(f"model {spec}", expected=MODELS, got=got, fix=fix) from error
+    on_disk = [weight.numel() * weight.element_size() for weight in model.parameters() if weight.is_meta]
+    if (largest := max(on_disk, default=0)) > (free := free_memory(torch.device("cpu"))):
+        expected, got = f"{largest / 1e9:.1f} GB for the largest weight", f"{free / 1e9:.1f} GB that are free"
+        raise InputError("memory", expected=expected, got=got, fix="Free memory, or use --dtype bfloat16.")
     if save.structure_of(model).changes:
         save.check_complete(f"model {spec}", loading["missing_keys"])
     use_cache = config_value(model, "use_cache")

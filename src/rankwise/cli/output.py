@@ -1,20 +1,23 @@
 """Prepare folders, show progress, print results and write reports for all commands."""
 
 import json
+import math
 import os
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import rich.progress
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from rankwise._internals.files import locked, writable_folder
+from rankwise._internals.forward import Progress
 from rankwise.cli.options import FOUND
 from rankwise.errors import InputError, RankwiseError
 
@@ -93,16 +96,33 @@ def quiet_libraries() -> None:
 
 
 @contextmanager
-def show_progress(what: str = "running the model", total: int | None = None) -> Iterator[Callable[..., None]]:
-    """Show a progress line if standard error is a terminal; yield `update(what, steps_done)`."""
+def show_progress(what: str = "loading the model") -> Iterator[Progress]:
+    """Show a step, the finished share and the remaining time if standard error is a terminal.
+
+    Yield a function of step and share. The time counts from the last restart of the share.
+    """
     console = Console(stderr=True)
     text = TextColumn("{task.description}", markup=False)
-    columns = (SpinnerColumn(), text, BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(what, total=total)
+    columns = (
+        SpinnerColumn(),
+        text,
+        BarColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left:"),
+        TimeRemainingColumn(),
+    )
+    with rich.progress.Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
+        task = progress.add_task(what, total=None)
+        last = math.inf
 
-        def update(what: str | None = None, done: int | None = None) -> None:
-            progress.update(task, description=what, completed=done)
+        def update(step: str, done: float) -> None:
+            nonlocal last
+            if not done >= last:  # a new kind of step
+                progress.reset(task, total=None if math.isnan(done) else 1.0)
+            progress.update(task, description=step, completed=0.0 if math.isnan(done) else done)
+            last = done
 
         yield update
 

@@ -81,12 +81,13 @@ def command(
     with output.new_folder(out):
         loaded = data = None
         if model is not None:
-            loaded = load_model(model)
-            data = load_data(loaded, text=text, images=images, tokens=tokens)
-        with output.show_progress("drawing random heads", trials) as show:
+            with output.show_progress():
+                loaded = load_model(model)
+                data = load_data(loaded, text=text, images=images, tokens=tokens)
+        with output.show_progress("drawing random heads") as on_progress:
             plan = plan_head_dim(
                 tokens, mask, positions, **sizes, least_gain=least_gain, trials=trials, seed=seed,
-                on_trial=lambda done: show(done=done),
+                on_progress=on_progress,
             )  # fmt: skip
         about = {
             "command": output.command_line(),
@@ -97,7 +98,8 @@ def command(
         }
         plan = plan.model_copy(update={"about": about})
         if plan.complete and loaded is not None and data is not None:
-            plan = with_trained_widths(plan, loaded, data)
+            with output.show_progress("measuring the widths of the model"):
+                plan = with_trained_widths(plan, loaded, data)
         written = [("plan", plan.save(out / "plan.json")), ("page", plan.to_html(out / "index.html"))]
         output.print_results(plan_document(plan), written)
         if not plan.complete:

@@ -98,10 +98,11 @@ def command(
     check_data([model], context, text=text, dataset=dataset)
     with nullcontext() if out is None else output.new_folder(out):
         load = partial(load_model, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
-        loaded = load(model)
-        inputs = load_data(
-            loaded, text=text, dataset=dataset, tokens=tokens, sequences=sequences, batch_size=batch_size
-        )
+        with output.show_progress():
+            loaded = load(model)
+            inputs = load_data(
+                loaded, text=text, dataset=dataset, tokens=tokens, sequences=sequences, batch_size=batch_size
+            )
         if try_steps:
             mask = getattr(inputs.tokenizer, "mask_token_id", None) if loaded.source else None
             how: dict[str, Any] = {"steps": try_steps, "lr": lr, "loss": loaded.loss, "mask_token": mask}
@@ -111,8 +112,9 @@ def command(
         batches = [
             to_device(drop_unused_labels(loaded.model, batch)[0], device_used) for batch in inputs.batches
         ]
-        skips, scales = _add_skips(loaded, init, sites, example=None if loaded.source else batches[0])
-        states = direction_spread_by_layer(loaded.model, batches)
+        with output.show_progress("adding λ-skips and measuring the states"):
+            skips, scales = _add_skips(loaded, init, sites, example=None if loaded.source else batches[0])
+            states = direction_spread_by_layer(loaded.model, batches)
         output.print_results(skip_document(scales, states, inputs.data, [*loaded.notes, *skips.notes]))
         made = {"command": output.command_line(), "data": inputs.data, "model": model}
         if out is not None:
@@ -125,8 +127,9 @@ def command(
         return
     if out is not None and not skips_of(loaded.model):  # saving the model removed its λ-skips
         load_skips(loaded.model, out)
-    certificate = certify_skip(loaded.model, batches[0], keep_spread)
-    choices = [choose_lambda(loaded.model, batches[0], stack) for stack in states]
+    with output.show_progress("certifying the λ-skips"):
+        certificate = certify_skip(loaded.model, batches[0], keep_spread)
+        choices = [choose_lambda(loaded.model, batches[0], stack) for stack in states]
     document = certificate_document(certificate, choices)
     output.print_results(document)
     if out is not None:
@@ -150,7 +153,7 @@ def _try(
     with show_progress() as say:
         runs = try_lambdas(
             build, inputs.batches, values, steps=steps, lr=lr, alternatives=builds,
-            on_run=lambda name: say(f"training, {name}"), **loss,
+            on_progress=say, **loss,
         )  # fmt: skip
     print_results(trial_document(runs, f"{inputs.data} · learning rate {lr:g}", steps))
     if len(runs) <= len(values) + len(builds):

@@ -2,9 +2,9 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from rankwise._internals.batches import batch_size, first_sequences, tensors_in, to_device
-from rankwise._internals.forward import Change, config_value, device_of, run_model
+from rankwise._internals.forward import Change, Progress, config_value, device_of, run_model
+from rankwise._internals.linalg import as_float64
 from rankwise._internals.torch_private import preserve_state
-from rankwise.compression.trials import output_and_mask, relative_error
 from rankwise.errors import InputError
 from rankwise.importance.loss_choice import choose_loss, model_loss
-from rankwise.importance.losses import DivergenceLoss
+from rankwise.importance.losses import DivergenceLoss, real_outputs, token_logits
+from rankwise.importance.output_head import TokenLogits, first_pass
 from rankwise.importance.settings import ImportanceSettings
 
 SEQUENCES = 16
@@ -28,38 +29,24 @@ ROUNDS = 16
 """Number of rounds in which both models are timed in turns; the first round warms up."""
 
 
-@dataclass
-class Snapshot:
-    """Measurements of one model."""
-
-    output: Tensor
-    """Output for the first batch."""
-    fields: dict[str, Any]
-    """Measured fields of a `Compression`."""
-
-
 def evaluate(
     model: nn.Module,
     batches: list[Any],
     changes: list[Change],
-    old: Snapshot,
+    old: dict[str, Any],
     timed: bool,
-    on_step: Callable[[str], None],
+    on_progress: Progress,
 ) -> dict[str, Any]:
     """Return the measured fields of a `Compression`, for the original and the changed model.
 
-    The changes must be applied before the call, and they stay applied. `old` is the snapshot of the original,
-    made before the work, so that no work is lost if a measurement fails.
+    The changes must be applied before the call, and they stay applied. `old` is the `snapshot` of the
+    original, made before the work, so that no work is lost if a measurement fails.
     """
-    on_step("comparing outputs")
+    on_progress("comparing outputs", math.nan)
     batches = [to_device(batch, device_of(model)) for batch in batches]
-    new = snapshot(model, batches, "after")
-
-    fields = old.fields | new.fields
-    fields["output_kl"] = output_kl(model, batches, changes)
-    fields["output_error"] = relative_error(new.output, old.output)
+    fields = old | snapshot(model, batches, "after") | compare_outputs(model, batches, changes)
     if timed:
-        on_step("measuring time")
+        on_progress("measuring time", math.nan)
         fields |= measure_seconds(model, batches[0], changes)
     return fields
 
@@ -76,45 +63,60 @@ def original(changes: list[Change]) -> Iterator[None]:
             change.apply()
 
 
-def snapshot(model: nn.Module, batches: list[Any], when: str) -> Snapshot:
-    """Return the output, the loss, the number of parameters and the cache size of a model.
+def snapshot(model: nn.Module, batches: list[Any], when: str) -> dict[str, Any]:
+    """Return the loss, the number of parameters and the cache size of a model.
 
     `when`, "before" or "after", is the last word of field names such as ``loss_before``.
     """
     batches = [to_device(batch, device_of(model)) for batch in batches]
-    output, real = output_and_mask(model, batches[0])
-    fields = {
+    return {
         f"loss_{when}": measure_loss(model, batches),
         f"parameters_{when}": sum(parameter.numel() for parameter in model.parameters()),
         f"cache_bytes_{when}": cache_bytes(model, batches[0]),
     }
-    return Snapshot(output[real].float().cpu(), fields)
 
 
 # --- outputs ---------------------------------------------------------------------------------------------
 
 
-def output_kl(model: nn.Module, batches: list[Any], changes: list[Change]) -> float:
-    """Return mean KL(p‖p′) in nats over the real tokens of at most `SEQUENCES` sequences.
+def compare_outputs(model: nn.Module, batches: list[Any], changes: list[Change]) -> dict[str, float]:
+    """Return ``output_kl`` and ``output_error`` of the real tokens of at most `SEQUENCES` sequences.
 
-    The original model predicts p, the changed model p′. Return NaN if the output is no prediction of classes.
+    The KL is the mean KL(p‖p′) in nats, where the original model predicts p and the changed model p′. It is
+    NaN if the output is no prediction of classes. The error is ‖y′ − y‖/‖y‖ of the outputs.
     """
-    total, tokens, count = 0.0, 0.0, 0
+    compared, count = list[Any](), 0
     for batch in batches:
-        if count == SEQUENCES:
-            break
-        batch = first_sequences(batch, SEQUENCES - count)
-        count += batch_size(batch)
-        with torch.no_grad():
-            after = run_model(model, batch)
+        if count < SEQUENCES:
+            compared.append(first_sequences(batch, SEQUENCES - count))
+            count += batch_size(compared[-1])
+    total = tokens = moved = size = 0.0
+    with torch.no_grad():
+        with original(changes):
+            first, settings = first_pass(model, compared[0]), ImportanceSettings(loss="output")
+            loss, prepared = choose_loss(model, compared, first, settings)
+        for batch in prepared:
+            after = loss.run(model, batch)
             with original(changes):
-                before = run_model(model, batch)
-            loss, [compared] = choose_loss(model, [batch], before, ImportanceSettings(loss="output"))
-            if not isinstance(loss, DivergenceLoss):
-                return math.nan
-            losses = loss.read(after, replace(compared, reference_output=loss.keep(before, compared)))
-        total, tokens = total + float(losses.total.sum()), tokens + float(losses.count.sum())
-    return max(total, 0.0) / max(tokens, 1e-300)  # KL ≥ 0, so a sum below 0 is a rounding error
+                before = loss.run(model, batch)
+            new, old = token_logits(after), token_logits(before)
+            real = real_outputs(old.output, batch.batch, old.states)
+
+            def squares(logits: Tensor, states: Tensor, old: TokenLogits = old) -> Tensor:
+                y = as_float64(old.of_rows(states)).flatten(1)
+                change = as_float64(logits).flatten(1) - y
+                return torch.stack((change.square().sum(1), y.square().sum(1)), 1)
+
+            sums = new.by_rows(squares, real, old.rows(real)).sum(0)
+            moved, size = moved + float(sums[0]), size + float(sums[1])
+            if isinstance(loss, DivergenceLoss):
+                losses = loss.read(after, replace(batch, reference_output=loss.keep(before, batch)))
+                total, tokens = total + float(losses.total.sum()), tokens + float(losses.count.sum())
+    is_kl = isinstance(loss, DivergenceLoss)
+    return {
+        "output_kl": max(total, 0.0) / max(tokens, 1e-300) if is_kl else math.nan,  # KL < 0 is rounding
+        "output_error": math.sqrt(moved / max(size, 1e-300)),
+    }
 
 
 def is_decoder(model: nn.Module) -> bool:

@@ -128,7 +128,7 @@ def _importance(job: Job, layers: list[HeadProjections], plan: Plan, **settings:
     chosen = ImportanceSettings(exact=False, seed=job.seed, hold_out=False, **settings)
     group = _by_unit(layers, plan)
     with zeroed(job.model, layers, plan):
-        return measure_importance(job.model, job.batches, chosen, group=group, on_progress=job.on_step)
+        return measure_importance(job.model, job.batches, chosen, group=group, on_progress=job.on_progress)
 
 
 def _by_unit(layers: list[HeadProjections], plan: Plan) -> Any:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rankwise._internals.batches import to_device
-from rankwise._internals.forward import AddedHook, Change, device_of, run_model
+from rankwise._internals.forward import AddedHook, Change, Progress, device_of, run_model
 from rankwise._internals.linalg import as_float64
 from rankwise.compression.kv_find import layer_weight
 from rankwise.compression.kv_modules import LatentLayer, latent_change
@@ -42,12 +42,12 @@ def solve(job: Job) -> Solution:
     The ranks of all layers share one target: a share of the cache's bytes, or a tolerance.
     """
     layers, skipped = job.found
-    moments = collect_moments(job.model, layers, job.batches, job.seed, job.on_step)
+    moments = collect_moments(job.model, layers, job.batches, job.seed, job.on_progress)
     tokens = moments[0].count
     check_tokens(tokens, max(layer.rank for layer in layers))
     spectra: list[WeightedSVD] = []
     for layer, moment in zip(layers, moments, strict=True):
-        job.on_step(f"factoring keys and values of {layer.module}")
+        job.on_progress(f"factoring keys and values of {layer.module}", len(spectra) / len(layers))
         spectra.append(weighted_svd(moment.weight, moment.tokens, moment.gradients))
     nats = [spectrum.nats for spectrum in spectra]
     size = next(job.model.parameters()).element_size()
@@ -92,7 +92,7 @@ class SecondMoments:
 
 
 def collect_moments(
-    model: nn.Module, layers: list[LatentLayer], batches: list[Any], seed: int, on_step: Any
+    model: nn.Module, layers: list[LatentLayer], batches: list[Any], seed: int, on_progress: Progress
 ) -> list[SecondMoments]:
     """Return the second moments of all layers, from one forward and one backward pass per batch."""
     moments = []
@@ -105,8 +105,8 @@ def collect_moments(
     try:
         for parameter in trained:
             parameter.requires_grad_(False)
-        for count, batch in enumerate(batches, start=1):
-            on_step(f"gradients of batch {count}")
+        for count, batch in enumerate(batches):
+            on_progress(f"gradients of batch {count + 1} of {len(batches)}", count / len(batches))
             _add_batch(model, layers, moments, to_device(batch, device), generator)
     finally:
         for parameter in trained:

@@ -1,7 +1,7 @@
 """Compress parts of a model, each to its own target, and measure the costs and the savings."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import chain
 from typing import Any
@@ -11,6 +11,8 @@ from torch import nn
 
 from rankwise._internals.batches import batch_size, each_batch, to_device
 from rankwise._internals.forward import (
+    Progress,
+    check_in_memory,
     config_value,
     device_of,
     eval_mode,
@@ -56,7 +58,7 @@ def compress(
     held_out: Iterable[Any] | None = None,
     time: bool = False,
     seed: int = 0,
-    on_step: Callable[[str], None] | None = None,
+    on_progress: Progress | None = None,
 ) -> Compression:
     r"""Make parts of a trained model smaller in place, and measure the costs and the savings.
 
@@ -92,7 +94,7 @@ def compress(
         held_out: data on which the costs are measured; the calibration data by default.
         time: if True, measure seconds per decoding step, or per pass, before and after.
         seed: random seed of calibration and of sampled labels.
-        on_step: called with a description of each step.
+        on_progress: function called with each step in words, and the finished share of such steps, or NaN.
 
     Raises:
         CompressionError: if a part is unknown or has two targets, a target is out of range, the model does
@@ -129,11 +131,11 @@ def compress(
     eval_data = list(each_batch(held_out, "held_out")) if held_out is not None else data
     step = "a batch"
 
-    def report(what: str) -> None:
+    def report(what: str, done: float = math.nan) -> None:
         nonlocal step
         step = what
-        if on_step is not None:
-            on_step(what)
+        if on_progress is not None:
+            on_progress(what, done)
 
     solutions: dict[str, Solution] = {}
     modes = {name: module.training for name, module in model.named_modules()}
@@ -231,9 +233,7 @@ def check_changeable(model: nn.Module) -> None:
         got = "torch.inference_mode(), or weights made in it"
         fix = "Load the model and call this outside of it."
         raise CompressionError(subject, expected="a model with derivatives", got=got, fix=fix)
-    if any(weight.is_meta for weight in model.parameters()):
-        fix = "Load the model without `device_map`, or onto one device."
-        raise CompressionError(subject, expected="weights in memory", got="offloaded weights", fix=fix)
+    check_in_memory(model, CompressionError)
 
 
 def quantized_layer(model: nn.Module) -> str:

@@ -14,18 +14,18 @@ from jaxtyping import Bool
 from torch import Tensor, nn
 
 from rankwise._internals.batches import first_sequences, map_tensors, tensors_in, to_device
-from rankwise._internals.forward import HALF, Change, device_of, in_float32, run_model
+from rankwise._internals.forward import HALF, Change, Progress, device_of, in_float32, run_model
 from rankwise._internals.linalg import as_float64
 from rankwise.auditing.error_hints import batch_errors
 from rankwise.compression.records import HeadWidth, LatentRank
 from rankwise.errors import CompressionError, first_line
-from rankwise.importance.losses import CHUNK, real_outputs
+from rankwise.importance.losses import real_outputs
+from rankwise.importance.output_head import CHUNK
 
 Layer = TypeVar("Layer", bound=Any)
 """Type of an attention layer with its `name` in the model."""
 Found = tuple[list[Layer], dict[str, str]]
 """Layers that a part can change, and the reason why each other layer is left out."""
-Step = Callable[[str], None]
 LEAST_TOKENS = 0.5
 """Minimum number of calibration tokens per channel of the widest head or latent."""
 
@@ -48,8 +48,7 @@ class Job:
     calibrate: int = 0
     """Steps of Adam per layer."""
     seed: int = 0
-    on_step: Step = lambda step: None
-    """Called with a description of each step."""
+    on_progress: Progress = lambda step, done: None
 
 
 @dataclass

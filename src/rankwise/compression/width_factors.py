@@ -321,7 +321,7 @@ def calibrate(layer: QueryKeyStatistics, start: Factors, job: Job) -> Factors:
             loss.backward()
             optimizer.step()
             schedule.step()
-            job.on_step(f"calibrating {name}: {done} of {steps}")
+            job.on_progress(f"calibrating {name}: {done} of {steps}", done / steps)
     query, key = torch.zeros_like(start.query), torch.zeros_like(start.key)
     query[..., :wide] = ((to_q @ a) * kept_q).detach().cpu().double()
     key[..., :wide] = ((to_k @ b) * kept_k).detach().cpu().double()

@@ -1,7 +1,7 @@
 """Find attention layers whose queries and keys can be narrowed, and collect their queries and keys."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -11,10 +11,10 @@ from jaxtyping import Bool, Float, Float64
 from torch import Tensor, nn
 
 from rankwise._internals.batches import to_device
-from rankwise._internals.forward import Change, device_of, run_model
+from rankwise._internals.forward import Change, Progress, device_of, run_model
 from rankwise._internals.linalg import as_float64
 from rankwise._internals.rotary import PairRotation, fit_rotation
-from rankwise.compression.trials import Step, check_tokens, keep_passing
+from rankwise.compression.trials import check_tokens, keep_passing
 from rankwise.compression.width_modules import Factors, narrow_layers
 from rankwise.errors import CompressionError
 from rankwise.operators import MixingOperator, SoftmaxMixing
@@ -159,8 +159,8 @@ class QueryKeyStatistics:
 def collect_statistics(
     model: nn.Module,
     layers: list[QueryKeyProjections],
-    batches: Iterable[Any],
-    on_step: Step = lambda what: None,
+    batches: Sequence[Any],
+    on_progress: Progress = lambda step, done: None,
 ) -> list[QueryKeyStatistics]:
     """Run the model, and return second moments and all queries and keys of each layer that runs."""
     statistics: dict[str, QueryKeyStatistics] = {}
@@ -178,8 +178,8 @@ def collect_statistics(
             calls[site.name] += 1
 
     device = device_of(model)
-    for count, batch in enumerate(batches, start=1):
-        on_step(f"running batch {count}")
+    for count, batch in enumerate(batches):
+        on_progress(f"running batch {count + 1} of {len(batches)}", count / len(batches))
         calls.clear()
         with record_calls(model, read) as linear, torch.no_grad(), capture(model, on_mixer=add):
             run_model(model, to_device(batch, device))

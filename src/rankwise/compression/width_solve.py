@@ -57,9 +57,12 @@ def solve(job: Job) -> Solution:
     choose the widths again for a stricter tolerance.
     """
     found, skipped = job.found
-    collected = collect_statistics(job.model, found, job.batches, job.on_step)
+    collected = collect_statistics(job.model, found, job.batches, job.on_progress)
     check_statistics(collected)
-    layers = [_candidate(statistics, job) for statistics in collected]
+    layers: list[Candidate] = []
+    for statistics in collected:
+        job.on_progress(f"measuring widths of {statistics.projections.name}", len(layers) / len(collected))
+        layers.append(_candidate(statistics, job))
     aim = job.tolerance
     for attempt in range(ATTEMPTS):
         widths = allocate_widths(
@@ -72,8 +75,9 @@ def solve(job: Job) -> Solution:
         if job.tolerance is None or aim is None or cost <= job.tolerance or whole:
             break
         if attempt == 0:
-            job.on_step("measuring widths on all data")
-            for layer in layers:
+            for done, layer in enumerate(layers):
+                name = layer.statistics.projections.name
+                job.on_progress(f"measuring widths of {name} on all data", done / len(layers))
                 layer.curves = _measured(layer)
         else:
             aim *= 0.9 * job.tolerance / cost
@@ -105,7 +109,7 @@ def solve(job: Job) -> Solution:
         ]
     projections = [statistics.projections for statistics in collected]
     kl: dict[str, float] = {}
-    for statistics in collect_statistics(job.model, projections, job.eval_batches, job.on_step):
+    for statistics in collect_statistics(job.model, projections, job.eval_batches, job.on_progress):
         name = statistics.projections.name
         kl[name] = 0.0 if whole else float(layer_divergence(statistics.samples, plan[name]).mean())
     return Solution(
@@ -118,9 +122,7 @@ def solve(job: Job) -> Solution:
 
 def _candidate(layer: QueryKeyStatistics, job: Job) -> Candidate:
     if not len(layer.projections.pairs):
-        job.on_step(f"measuring widths of {layer.projections.name}")
         return Candidate(layer, head_curves(layer), partial(closed_form, layer))
-    job.on_step(f"comparing pairs of {layer.projections.name}")
     whole = whole_factors(layer)
     orders = greedy_orders(layer, whole, job.seed)
     curves = [(order.widths, order.losses) for order in orders]

@@ -10,15 +10,17 @@ import numpy as np
 import torch
 from torch import nn
 
-from rankwise._internals.batches import Batch, drop_unused_labels, each_batch, to_device
-from rankwise._internals.forward import device_of, preserve_random_state, run_model
+from rankwise._internals.batches import Batch, each_batch
+from rankwise._internals.forward import Progress, preserve_random_state
 from rankwise._internals.statistics import t_quantile
 from rankwise._internals.threads import exclusive
 from rankwise.errors import InputError
 from rankwise.importance.gated_passes import Floats, GatedPasses, NotDifferentiableError, quoted
 from rankwise.importance.loss_choice import choose_loss
 from rankwise.importance.losses import IGNORE_INDEX
+from rankwise.importance.output_head import first_pass
 from rankwise.importance.records import (
+    FEW_PASSES,
     MORE_TRIES,
     BlockImportance,
     HeadImportance,
@@ -34,9 +36,6 @@ UNGATED = (
 )
 TRAINING = "the model is in training mode: if it has dropout, losses are random; call model.eval()"
 UNREACHED = "no gradient, or only a part of it, reached it"
-BACKWARD = 2
-"""Duration of a backward pass in forward passes: it multiplies by the weights and by the inputs of layers.
-Gemma 3 270M on a CPU takes 1.8."""
 Group = Callable[[Address], Hashable | None]
 """Function from a head to a key. Heads with equal keys are removed together, heads with None never."""
 
@@ -49,6 +48,8 @@ class AblationCost(NamedTuple):
     """Increase of the loss compared with the whole model."""
     relative: float
     """Cost divided by the reference (usually the loss of the whole model). NaN if the reference is 0."""
+    standard_error: float
+    """Standard error of the cost, as `HeadImportance.standard_error`."""
 
 
 @exclusive
@@ -61,7 +62,7 @@ def measure_importance(
     blocks: str | None = None,
     heads: Mapping[Address, Sequence[int]] | None = None,
     group: Group | None = None,
-    on_progress: Callable[[str], None] | None = None,
+    on_progress: Progress = lambda step, done: None,
 ) -> Importance:
     """Measure the cost of removing each head and block, and the largest set of heads removable together.
 
@@ -75,8 +76,8 @@ def measure_importance(
     chosen on every second sequence, and its cost is stated on the other half.
     Cost: one forward pass of the first batch, and one forward pass per batch for the loss. Estimates need
     ``1 + probes`` backward passes per batch for all heads together, exact costs one forward pass per head and
-    block. The settings decide, or the number of passes. The removable set needs about log2 of the number of
-    heads, and at most 16 more.
+    block, which runs only the blocks from the head on, about half of them. The settings decide, or the number
+    of passes. The removable set needs log2 of the number of heads, and at most 8 more.
     Source: gates as in Michel, Levy, Neubig, "Are Sixteen Heads Really Better than One?", 2019; second order
     as in LeCun, Denker, Solla, "Optimal Brain Damage", 1990.
 
@@ -88,7 +89,8 @@ def measure_importance(
         blocks: as in `rankwise.capture`.
         heads: per mixer (address without a head), indices of heads to remove one by one; all by default.
         group: function from a head to a key. Heads with equal keys are removed together, with None never.
-        on_progress: called with a description of each pass.
+        on_progress: function called with each pass, "pass 34 of about 120: without head 3 of …", and the
+            finished share of the passes.
 
     Raises:
         InputError: if the loss does not fit the model, or is finite for no sequence, or if it only compares
@@ -104,9 +106,8 @@ def measure_importance(
     """
     settings, every, choice = settings or ImportanceSettings(), list(each_batch(batches)), ""
     decides = settings.exact is None
-    say = on_progress or (lambda what: None)
     capturing: dict[str, Any] = {"sites": sites, "blocks": blocks}
-    passes, placed = _start(model, every, settings, capturing, say, heads)
+    passes, placed = _start(model, every, settings, capturing, on_progress, heads)
     if decides:
         settings, choice = _choose_method(passes)
         passes.settings = settings
@@ -123,9 +124,10 @@ def measure_importance(
         if not (settings.exact or decides):
             raise
         settings, choice = replace(settings, exact=True, estimates=False), ""
-        passes, placed = _start(model, every, settings, capturing, say)  # sums of the failed run are partial
+        # sums of the failed run are partial
+        passes, placed = _start(model, every, settings, capturing, on_progress, heads)
         notes.append(f"importance without estimates: no gradients flow ({error.got})")
-        passes.whole()
+        passes.whole(placed)
     if passes.empty:
         empty = f"{passes.empty} of {passes.sequences} sequences have no label to predict and do not count"
         notes.append(f"{empty}: one token, or labels of {IGNORE_INDEX} alone")
@@ -138,6 +140,7 @@ def measure_importance(
     removable, complete = None, True
     try:
         if settings.exact:
+            notes += passes.check_restarts()
             _remove_each(passes, heads, costs, choosing, costs_of_blocks)
         if settings.tolerance is not None:
             removable = _search(passes, choosing, group, notes)
@@ -148,6 +151,8 @@ def measure_importance(
         loss=passes.loss.name,
         unit=passes.loss.unit,
         value=passes.mean(passes.losses),
+        standard_error=passes.value_error,
+        tokens=passes.loss.positions,
         reference=passes.reference(),
         reference_name=passes.loss.reference,
         chance=passes.loss.chance,
@@ -193,11 +198,12 @@ def ablation_cost(
     """
     capturing: dict[str, Any] = {"sites": sites, "blocks": blocks}
     every, settings = list(each_batch(batches)), settings or ImportanceSettings()
-    passes, _ = _start(model, every, settings, capturing, lambda what: None)
+    passes, _ = _start(model, every, settings, capturing, lambda step, done: None)
     passes.whole()
     losses, reference = passes.without(passes.by_call(heads)), passes.reference()
     cost = passes.mean(losses - passes.losses)
-    return AblationCost(passes.mean(losses), cost, cost / reference if reference else math.nan)
+    relative = cost / reference if reference else math.nan
+    return AblationCost(passes.mean(losses), cost, relative, passes.standard_error())
 
 
 def sort_by_cost(
@@ -230,15 +236,14 @@ def _start(
     every: Sequence[Batch],
     settings: ImportanceSettings,
     capturing: dict[str, Any],
-    say: Callable[[str], None],
+    on_progress: Progress,
     chosen: Mapping[Address, Sequence[int]] | None = None,
 ) -> tuple[GatedPasses, dict[str, tuple[str, int]]]:
     """Run the first batch and choose a loss. Return the passes, and the stack and layer of each block.
 
     ``chosen`` are the heads to remove one by one, as in `measure_importance`.
     """
-    say("the first batch, to see its output")
-    inputs = drop_unused_labels(model, every[0])[0]
+    on_progress("pass 1: the first batch, to see its output", 0.0)
     placed: dict[str, tuple[str, int]] = {}
     heads: dict[Address, int] = {}
 
@@ -252,28 +257,35 @@ def _start(
 
     capturing_all = capture(model, on_mixer=count, on_state=note, **capturing)
     with torch.no_grad(), capturing_all, preserve_random_state(model, 0) as draws:
-        output = run_model(model, to_device(inputs, device_of(model)), seed=None)
+        first = first_pass(model, every[0], seed=None)
         drawn = draws()
-    loss, batches = choose_loss(model, every, output, settings)
-    del output
-    passes = GatedPasses(model, batches, loss, settings, capturing, say)
+    with torch.no_grad():
+        sampled = settings.estimates or settings.exact is not False
+        loss, batches = choose_loss(model, every, first, settings, sampled=sampled)
+    del first
+    passes = GatedPasses(model, batches, loss, settings, capturing, on_progress)
     passes.forward, passes.draws, passes.removals = 1, drawn, sum(heads.values()) + len(placed)
     return passes, placed
 
 
 def _choose_method(passes: GatedPasses) -> tuple[ImportanceSettings, str]:
-    """Return settings that request exact costs or estimates, whichever takes less time, and the reason.
+    """Return settings that request exact costs or estimates, and the reason.
 
-    Both run the whole model once and search for a removable set, so these passes do not count.
+    Costs are exact if they take at most `FEW_PASSES` forward passes, or no more than estimates. Both are
+    counted per batch, without the passes that both need. A pass without a head counts as half a forward pass,
+    because it restarts at the block of the head. A backward pass counts as one: it computes no gradients of
+    weights. On Gemma 3 270M it takes 0.8 of a forward pass, and to draw its projection 0.3.
     """
     settings = passes.settings
     if not settings.estimates:
         return replace(settings, exact=False), ""
     backward = passes.probes + (not passes.loss.compares_outputs)
-    exact = passes.removals <= BACKWARD * backward
+    halves = math.ceil(passes.removals / 2)
+    exact = halves <= max(FEW_PASSES, backward)
     reason = (
-        f"{'exact' if exact else 'estimated'}, because removing each head and block takes {passes.removals} "
-        f"forward passes per batch, and estimates {backward} backward passes, each as long as {BACKWARD}"
+        f"{'exact' if exact else 'estimated'}, because removing each of {passes.removals} heads and blocks "
+        f"takes about {halves} forward passes per batch, and costs are exact up to {FEW_PASSES}; estimates "
+        f"take {backward} backward passes"
     )
     return replace(settings, exact=exact, estimates=not exact), reason
 
@@ -322,15 +334,17 @@ def _remove_each(
         for mixer, count in dict(passes.mixers.values()).items()
         for head in (range(count) if chosen is None else chosen.get(mixer, ()))
     ]
-    for done, head in enumerate(runs):
-        passes.say(f"without head {done + 1} of {len(runs)}: {head.site}")
+    for head in runs:
+        passes.say(f"without head {head.head} of {head.site}")
         changes = passes.without(passes.by_call([head])) - passes.losses
         for costs, part in ((heads, slice(None)), (choosing, passes.choosing)):
-            costs[head] = costs[head].model_copy(update={"exact": passes.mean(changes, part)})
+            exact = {"exact": passes.mean(changes, part), "standard_error": passes.standard_error(part)}
+            costs[head] = costs[head].model_copy(update=exact)
     for name, block in blocks.items():
         passes.say(f"without the block {name}")
-        exact = passes.mean(passes.without({}, [name]) - passes.losses)
-        blocks[name] = block.model_copy(update={"exact": exact})
+        cost = passes.mean(passes.without({}, [name]) - passes.losses)
+        exact = {"exact": cost, "standard_error": passes.standard_error()}
+        blocks[name] = block.model_copy(update=exact)
 
 
 def _search(

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, no_type_check
 
 import numpy as np
@@ -9,11 +10,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rankwise._internals.batches import batch_size, to_device
-from rankwise._internals.forward import device_of, run_model
+from rankwise._internals.batches import batch_size
+from rankwise._internals.forward import Progress
 from rankwise._internals.linalg import as_float64
 from rankwise.errors import InputError, RankwiseError, first_line
 from rankwise.importance.losses import IGNORE_INDEX, Loss, LossBatch, SequenceLosses
+from rankwise.importance.records import MORE_TRIES
+from rankwise.importance.restarts import Restarts
 from rankwise.importance.settings import ImportanceSettings
 from rankwise.tracing import (
     Address,
@@ -74,7 +77,7 @@ class UnitGate(torch.autograd.Function):
 
 
 class Gates(Intervention):
-    """Intervention that puts a gate on every head's output, (B, H), and on every block's update, (B,)."""
+    """Intervention that puts gates on tokens of heads' outputs, (B, H, T), and on blocks' updates, (B,)."""
 
     def __init__(self, blocks: Iterable[str], sequences: int) -> None:
         self.blocks, self._sequences = frozenset(blocks), sequences
@@ -84,7 +87,7 @@ class Gates(Intervention):
     def on_heads(self, heads: HeadOutputs) -> Tensor:
         """Return the outputs of the heads, unchanged but with gates in the autograd graph."""
         values = heads.values
-        gate = _ones(values, values.shape[:2])
+        gate = _ones(values, values.shape[:3])
         self.of_heads[heads.call_id] = gate
         return UnitGate.apply(gate, values, values.detach())
 
@@ -154,33 +157,45 @@ def graph_nodes(*starts, around=None):
 class GateSums:
     """Sums over sequences for each gate: gradients, squared gradients, and squared gradients of projections.
 
-    A projection (probe) multiplies the output by a random vector.
+    A projection (probe) multiplies the output by a random vector. The gradient of a head adds up gradients of
+    gates per token.
     """
 
     def __init__(self, gates: int) -> None:
         # (2, gates): of all sequences, and of the sequences on which a removable set is chosen
-        self.gradient, self.squares, self.curvature = np.zeros((3, 2, gates))
+        self.gradient, self.squares, self.curvature, self.tokens = np.zeros((4, 2, gates))
         self.unreached = False
         """True if no gradient or an incomplete gradient reached the gates."""
 
     def add(self, rows: Floats, choosing: Floats, share: float = 1.0, probes: int = 0) -> None:
-        """Add gradients (B, gates) of the losses, or of one of ``probes`` random projections of outputs.
+        """Add gradients of the losses, or of one of ``probes`` random projections of outputs.
 
-        ``share`` is the share of the sums of ``choosing`` that counts.
+        Rows (2, B, gates) are gradients, and sums of squared gradients per token. ``share`` is the share of
+        the sums of ``choosing`` that counts.
         """
-        for part, (gradients, weight) in enumerate(((rows, 1.0), (choosing, share))):
+        for part, ((gradients, tokens), weight) in enumerate(((rows, 1.0), (choosing, share))):
             squares = weight * np.square(gradients).sum(0)
             if probes:
                 self.curvature[part] += squares / probes
+                self.tokens[part] += weight * tokens.sum(0) / probes
             else:
                 self.gradient[part] += weight * gradients.sum(0)
                 self.squares[part] += squares
+
+    def shared_curvature(self, part: int) -> Floats:
+        """Return squared gradients per token, scaled to the sum of the squared gradients of all gates.
+
+        Tokens act together: squares of sums exceed sums of squares. This factor varies less between the heads
+        of a layer than it varies between random projections of a few sequences.
+        """
+        tokens, total = self.tokens[part], self.tokens[part].sum()
+        return tokens * (self.curvature[part].sum() / total) if total else tokens
 
 
 class GatedPasses:
     """Forward passes of a model over all batches: with gates (`whole`), or without heads and blocks.
 
-    `capturing`: keyword arguments for `rankwise.capture`. `say`: called with a description of each pass.
+    `capturing`: keyword arguments for `rankwise.capture`. `on_progress`: called when a pass begins.
     """
 
     def __init__(
@@ -190,11 +205,12 @@ class GatedPasses:
         loss: Loss,
         settings: ImportanceSettings,
         capturing: Mapping[str, Any],
-        say: Callable[[str], None],
+        on_progress: Progress,
     ) -> None:
-        self.model, self.batches, self.loss, self.say = model, batches, loss, say
+        self.model, self.batches, self.loss, self._on_progress = model, batches, loss, on_progress
+        self._done = 1
         self.probes = settings.probes if loss.half else 0
-        self.settings, self._capturing, self._device = settings, dict(capturing), device_of(model)
+        self.settings, self._capturing = settings, dict(capturing)
         # of each sequence with a finite loss: summed loss, number of tokens, and sum that divides costs
         self.losses, self.counts, self._references = np.zeros((3, 0))
         self.choosing = slice(None, None, 2 if settings.hold_out else 1)
@@ -209,7 +225,18 @@ class GatedPasses:
         """True if the model draws random numbers."""
         self.removals = 0
         """Number of heads and blocks."""
-        self._finite: list[Tensor] = []
+        self.restarts = Restarts(model)
+        self._whole: list[SequenceLosses] = []
+        # of each sequence: variance of the last losses, or of their changes, as only some tokens are read
+        self.variances, self.value_error = np.zeros(0), math.nan
+
+    def say(self, what: str) -> None:
+        """Report that a pass begins: of one batch with gates, or of all batches without heads or blocks."""
+        self._done += 1
+        searched = 0 if self.settings.tolerance is None else self.removals.bit_length() + MORE_TRIES
+        planned = 1 + len(self.batches) + (self.removals if self.settings.exact else 0) + searched
+        planned = max(planned, self._done)
+        self._on_progress(f"pass {self._done} of about {planned}: {what}", (self._done - 1) / planned)
 
     def whole(self, blocks: Iterable[str] = (), *, gradients: bool = False) -> None:
         """Run every batch once with gates; with ``gradients``, also backward from loss and projections.
@@ -220,8 +247,9 @@ class GatedPasses:
             raise NotDifferentiableError(self.model, "torch.inference_mode around the call")
         generator = torch.Generator().manual_seed(self.settings.seed)
         for number, batch in enumerate(self.batches):
-            self.say(f"gradients of batch {number + 1} of {len(self.batches)}")
+            self.say(f"{'gradients' if gradients else 'loss'} of batch {number + 1} of {len(self.batches)}")
             self._run_gated(batch, blocks, generator, gradients)
+        self.value_error = self.standard_error()
         if not self.losses.size:
             got, fix = "nothing to predict", f"Use longer sequences, or labels other than {IGNORE_INDEX}."
             if self.nonfinite_sequences:
@@ -245,6 +273,7 @@ class GatedPasses:
     ) -> None:
         """Run one batch with gates, and add its losses, gradients and mixers to the sums."""
         gates = Gates(blocks, batch_size(batch.batch))
+        recorded = frozenset(blocks if self.settings.exact else ())
         mixers: dict[CallId, tuple[Address, int]] = {}
 
         def note(site: CapturedMixer) -> None:
@@ -252,7 +281,8 @@ class GatedPasses:
 
         try:
             with torch.set_grad_enabled(gradients):  # overrides torch.no_grad around the call
-                output = self._run(batch, gates, note)
+                with self.restarts.recording(batch.number, recorded):
+                    output = self._run(batch, gates, note)
                 for key, mixer in mixers.items():
                     gate = gates.of_heads.get(key)
                     if gate is None or gate.shape[1] != mixer[1]:
@@ -272,7 +302,8 @@ class GatedPasses:
         self.sequences += len(finite)
         self.nonfinite_sequences += int((~total.isfinite()).sum())
         self.empty += int((losses.count == 0).sum())
-        self._finite.append(finite)
+        self._whole.append(replace(losses, total=total))
+        self.variances = np.append(self.variances, _numbers(losses.variance(), finite))
         self.losses = np.append(self.losses, _numbers(total, finite))
         self.counts = np.append(self.counts, _numbers(losses.count, finite))
         self._references = np.append(self._references, _numbers(reference, finite))
@@ -280,6 +311,10 @@ class GatedPasses:
     def mean(self, losses: Floats, part: slice = slice(None)) -> float:
         """Return the mean per token of the losses of sequences, of all of them or of a part."""
         return float(losses[part].sum() / self.counts[part].sum())
+
+    def standard_error(self, part: slice = slice(None)) -> float:
+        """Return the standard error of the mean of the last run's losses or changes, from sampled tokens."""
+        return float(np.sqrt(self.variances[part].sum()) / max(self.counts[part].sum(), 1))
 
     def reference(self, part: slice = slice(None)) -> float:
         """Return the number by which costs are divided, of all sequences or of a part."""
@@ -319,8 +354,8 @@ class GatedPasses:
                     rows[sums] = rows.get(sums, 0.0) + _by_sequence(gradient, finite)
             number, probes = int(finite.sum()), self.probes if probe else 0
             for sums, summed in rows.items():
-                if len(summed) == number:
-                    sums.add(summed, summed[first::step], probes=probes)
+                if summed.shape[1] == number:
+                    sums.add(summed, summed[:, first::step], probes=probes)
                 else:  # a sum over sequences cannot be taken apart: the choosing half gets its share
                     sums.add(summed, summed, len(range(first, number, step)) / number, probes)
 
@@ -333,7 +368,7 @@ class GatedPasses:
             return [{} for _ in range(gates)]
         count = self.counts[self.choosing if part else slice(None)].sum()
         if self.probes:
-            curvature = self.loss.half * sums.curvature[part] / count
+            curvature = self.loss.half * sums.shared_curvature(part) / count
         elif self.loss.compares_outputs:
             curvature = np.full(gates, math.nan)
         else:
@@ -363,18 +398,39 @@ class GatedPasses:
     def without(self, heads: Mapping[CallId, Iterable[int]], blocks: Iterable[str] = ()) -> Floats:
         """Return the summed loss of each sequence, by the model without some heads and blocks.
 
-        Sequences whose loss is not finite in the whole model are left out.
+        Each pass restarts at the first block that changes, if it can. Sequences whose loss is not finite in
+        the whole model are left out.
         """
-        totals = []
-        for batch, finite in zip(self.batches, self._finite, strict=True):
-            with torch.no_grad():
+        totals, variances = list[Floats](), list[Floats]()
+        changed = {*blocks, *(call.module for call in heads)}
+        for batch, whole in zip(self.batches, self._whole, strict=True):
+            with torch.no_grad(), self.restarts.skipping(batch.number, changed):
                 losses = self.loss.read(self._run(batch, Removal(heads, blocks)), batch)
-            totals.append(_numbers(losses.total, finite))
+            totals.append(_numbers(losses.total, whole.finite))
+            variances.append(_numbers(losses.variance(whole), whole.finite))
+        self.variances = np.concatenate(variances)
         return np.concatenate(totals)
+
+    def check_restarts(self) -> list[str]:
+        """Check that passes that restart reproduce all losses. Return notes if they do not."""
+        restarts, batches = self.restarts, {batch.number: batch for batch in self.batches}
+        with torch.no_grad():
+            last = restarts.check(
+                {call.module for call in self.mixers},
+                lambda number: self._run(batches[number], Removal({}, ())),
+            )
+        if last and not restarts.why_not and (self.without({CallId(last, 0): ()}) != self.losses).any():
+            restarts.why_not = f"losses differ if all blocks before {last!r} are skipped"
+        if restarts.why_not:
+            return [f"each exact cost took a pass of the whole model: {restarts.why_not}"]
+        if restarts.left_out:
+            some = f"{restarts.left_out} of {len(batches)} batches"
+            return [f"each exact cost took a pass of the whole model for {some}: memory for states is short"]
+        return []
 
     def noise(self) -> float:
         """Return by how much the loss of the first batch changes if the model draws other random numbers."""
-        batch, finite, losses = self.batches[0], self._finite[0], list[float]()
+        batch, finite, losses = self.batches[0], self._whole[0].finite, list[float]()
         for seed in (0, 1):
             with torch.no_grad():
                 read = self.loss.read(self._run(batch, Removal({}, ()), seed=seed), batch)
@@ -391,7 +447,7 @@ class GatedPasses:
         self.forward += 1
         options = self._capturing | {"intervention": intervention, "on_mixer": on_mixer}
         with capture(self.model, on_state=lambda state: None, **options):
-            return run_model(self.model, to_device(batch.batch, self._device), seed=seed)
+            return self.loss.run(self.model, batch, seed)
 
 
 def _numbers(values: Tensor, finite: Tensor) -> Floats:
@@ -399,8 +455,12 @@ def _numbers(values: Tensor, finite: Tensor) -> Floats:
 
 
 def _by_sequence(gradient: Tensor, finite: Tensor) -> Floats:
-    """Return gradients (B, gates) of sequences with a finite loss. Return one row without a batch axis."""
-    rows = as_float64(gradient.detach()).reshape(len(gradient), -1)
-    if rows.shape[0] % len(finite) == 0:  # add up windows, which are adjacent rows
-        return rows.unflatten(0, (len(finite), -1)).sum(1)[finite.to(rows.device)].cpu().numpy()
-    return rows.sum(0, keepdim=True).cpu().numpy()
+    """Return gradients and squared gradients per token, summed over tokens: (2, B, gates).
+
+    Only sequences with a finite loss count. Without a batch axis, B is 1.
+    """
+    tokens = as_float64(gradient.detach()).reshape(*gradient.shape, *[1] * (3 - gradient.dim()))
+    rows = torch.stack((tokens.sum(2), tokens.square().sum(2)))
+    if rows.shape[1] % len(finite) == 0:  # add up windows, which are adjacent rows
+        return rows.unflatten(1, (len(finite), -1)).sum(2)[:, finite.to(rows.device)].cpu().numpy()
+    return rows.sum(1, keepdim=True).cpu().numpy()

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rankwise._internals.batches import LABELS, Batch, drop_unused_labels, label_position, to_device
-from rankwise._internals.forward import config_value, device_of, eval_mode, run_model
+from rankwise._internals.batches import LABELS, Batch, drop_unused_labels, label_position
+from rankwise._internals.forward import config_value, eval_mode
 from rankwise.errors import InputError
 from rankwise.importance.losses import (
     IGNORE_INDEX,
@@ -28,7 +28,8 @@ from rankwise.importance.losses import (
     real_tokens,
     token_ids,
 )
-from rankwise.importance.settings import ImportanceSettings, LossName
+from rankwise.importance.output_head import CHUNK, FirstPass, OutputHead, find_head, first_pass
+from rankwise.importance.settings import FEW_TOKENS, MANY_CLASSES, ImportanceSettings, LossName
 
 MASKED_SHARE = 0.15
 """Fraction of tokens that are masked, as in the training of masked language models."""
@@ -65,25 +66,45 @@ def model_loss(
         >>> loss.name, loss(model, batch).requires_grad
         ('given labels', True)
     """
-    inputs = drop_unused_labels(model, batches[0])[0]
     with eval_mode(model), torch.no_grad():
-        output = run_model(model, to_device(inputs, device_of(model)))
-    return choose_loss(model, batches, output, settings or ImportanceSettings())[0]
+        first = first_pass(model, batches[0])
+        return choose_loss(model, batches, first, settings or ImportanceSettings())[0]
 
 
 def choose_loss(
-    model: nn.Module, batches: Sequence[Batch], output: Any, settings: ImportanceSettings
+    model: nn.Module,
+    batches: Sequence[Batch],
+    first: FirstPass,
+    settings: ImportanceSettings,
+    *,
+    sampled: bool = False,
 ) -> tuple[Loss, list[LossBatch]]:
-    """Return the loss for a model and its output on the first batch, and all batches prepared for it.
+    """Return the loss for a model and its first pass, and all batches prepared for it.
 
+    If the logits have a token axis, the model runs once more, to see if its head alone returns them. If
+    ``sampled``, the default of ``settings.tokens`` applies; otherwise None reads all tokens.
     Raise `InputError` if the loss does not fit the model, or labels of a batch do not.
     """
     inputs = [drop_unused_labels(model, batch)[0] for batch in batches]
-    loss = _fitting_loss(model, LossBatch(inputs[0], batches[0]), output, settings)
+    loss = _fitting_loss(model, LossBatch(first.inputs, first.original), first.output, settings)
     prepared = [loss.prepare(*both, number) for number, both in enumerate(zip(inputs, batches, strict=True))]
-    loss.check(prepared, output)
+    loss.check(prepared, first.output)
     if isinstance(loss, LabelLoss):
-        loss.chance = math.log(logits_of(output).shape[-1])
+        loss.chance = math.log(logits_of(first.output).shape[-1])
+    if isinstance(loss, LabelLoss | DivergenceLoss):
+        logits = logits_of(first.output)
+        many = sampled and logits.shape[-1] > MANY_CLASSES
+        loss.positions, loss.seed = settings.tokens or (FEW_TOKENS if many else None), settings.seed
+        head = find_head(model, first, logits) if logits.dim() == 3 else None
+        if isinstance(head, OutputHead):
+            loss.head = head
+        elif head is not None and logits.numel() > CHUNK:
+            loss.note = "; ".join(filter(None, [loss.note, f"logits of all tokens at once, because {head}"]))
+    elif settings.tokens is not None:
+        raise InputError(
+            "`tokens` of importance", expected="a loss of tokens or labels", got=f"the loss {loss.name!r}",
+            fix="Leave it out: this loss reads the whole output.",
+        )  # fmt: skip
     return loss, prepared
 
 

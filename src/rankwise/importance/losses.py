@@ -4,19 +4,19 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from rankwise._internals.batches import Batch, drop_unused_labels, tensors_in, tensors_of, to_device
 from rankwise._internals.forward import device_of, eval_mode, run_model
 from rankwise._internals.linalg import as_float64
 from rankwise.errors import InputError
+from rankwise.importance.output_head import OutputHead, TokenLogits
 
 IGNORE_INDEX = -100
 """Label of positions that are not predicted, as in PyTorch and transformers."""
@@ -24,8 +24,6 @@ AUXILIARY = re.compile(
     r"hidden_state|attentions|past_key|cache|router|^(encoder_|pooler|sentence_|extract_|mems$|loc$|scale$)"
 )
 """Pattern of output fields that are not the model's result, such as inner states and scales of the input."""
-CHUNK = 2**22
-"""Number of logits whose softmax is computed at once: 16 MiB in float32."""
 LOSS_HINT = (
     "Name another loss, or pass a function of (output, batch) that returns the loss of each sequence: "
     "rw.audit(model, batches, importance=ImportanceSettings(loss=…))."
@@ -150,6 +148,34 @@ class SequenceLosses:
     count: Float[Tensor, " B"]
     reference: Float[Tensor, " B"] | None = None
     """Sum by which costs are divided, such as an entropy. None if costs are divided by the loss itself."""
+    tokens: Float[Tensor, " N"] | None = None
+    """Losses of the tokens that were read, sequence by sequence. None if the loss has no tokens."""
+    read: Int[Tensor, " B"] | None = None
+    """Number of tokens that were read of each sequence."""
+
+    @classmethod
+    def of(
+        cls, lost: Float[Tensor, " N"], chosen: Bool[Tensor, "B T"], counts: Bool[Tensor, "B T"]
+    ) -> "SequenceLosses":
+        """Sum the losses of chosen tokens. If n of N tokens that count are chosen, multiply by N/n."""
+        wide, read, count = as_float64(lost), chosen.sum(1), as_float64(counts.sum(1))
+        sums = wide.new_zeros(len(chosen)).index_add(0, chosen.nonzero()[:, 0], wide)
+        return cls(sums * (count / read.clamp_min(1)), count, tokens=wide.detach(), read=read)
+
+    def variance(self, whole: "SequenceLosses | None" = None) -> Float[Tensor, " B"]:
+        """Return the sampling variance of each total, or of its change from the total of the whole model.
+
+        Formula: ``N² (1 − n/N) s² / n`` if n of N tokens are read without replacement, with s² the variance
+        of their losses, or of their changes. 0 if all are read, NaN if one of several is.
+        """
+        if self.tokens is None or self.read is None:
+            return torch.zeros_like(self.total.detach())
+        before = 0.0 if whole is None or whole.tokens is None else whole.tokens
+        parts = (self.tokens - before).split(self.read.tolist())
+        unknown = self.total.new_tensor(math.nan)
+        spread = torch.stack([part.var() if len(part) > 1 else unknown for part in parts])
+        left_out = self.count - self.read
+        return torch.where(left_out == 0, 0.0, self.count * left_out / self.read * spread)
 
     @property
     def finite(self) -> Bool[Tensor, " B"]:
@@ -175,6 +201,18 @@ class Loss(ABC):
     half = 0.5
     """Factor: the second-order change of the loss is `half` times the expected squared gradient of a
     projection. 0 if the loss has no projections."""
+    head: OutputHead | None = None
+    """Output head of the model, from which logits are computed in chunks of tokens. None if it is unknown."""
+    positions: int | None = None
+    """Largest number of tokens of each sequence at which logits are read, at random. None reads all."""
+    seed = 0
+    """Random seed of these tokens."""
+
+    def run(self, model: nn.Module, batch: LossBatch, seed: int | None = 0) -> Any:
+        """Return the output of a model. If the head is known, return `TokenLogits`, which are not formed."""
+        inputs = to_device(batch.batch, device_of(model))
+        run = run_model if self.head is None else self.head.run
+        return run(model, inputs, seed=seed)
 
     def check(self, batches: Sequence[LossBatch], output: Any) -> None:  # noqa: B027 - most check nothing
         """Raise `InputError` if the loss does not fit a batch. ``output`` belongs to the first batch."""
@@ -209,7 +247,15 @@ class Loss(ABC):
         self, model: nn.Module, batch: Batch, number: int, seed: int | None = 0
     ) -> tuple[Any, LossBatch]:
         prepared = self.prepare(drop_unused_labels(model, batch)[0], batch, number)
-        return run_model(model, to_device(prepared.batch, device_of(model)), seed=seed), prepared
+        return self.run(model, prepared, seed), prepared
+
+    def chosen(self, counts: Bool[Tensor, "B T"], batch: LossBatch) -> Bool[Tensor, "B T"]:
+        """Return the tokens that are read: per sequence, at most `positions` random ones that count."""
+        if self.positions is None:
+            return counts
+        generator = torch.Generator().manual_seed(self.seed + batch.number)
+        drawn = torch.rand(counts.shape, generator=generator, dtype=torch.float32).to(counts.device)
+        return counts & (drawn.masked_fill(~counts, 1.0).argsort(1).argsort(1) < self.positions)
 
     def probe(self, output: Any, batch: LossBatch, generator: torch.Generator) -> Float[Tensor, " B"]:
         """Return a random projection of the output per sequence. Losses with `half` 0 do not need this.
@@ -262,33 +308,33 @@ class LabelLoss(Loss):
     def read(self, output: Any, batch: LossBatch) -> SequenceLosses:
         """Return the sum of cross-entropies over the labels of each sequence, and the number of labels."""
         logits, labels = self.logits_and_labels(output, batch)
-        # extend labels rather than cut logits, because the gradient of cut logits would copy all logits
-        extended = F.pad(labels, (0, logits.shape[1] - labels.shape[1]), value=IGNORE_INDEX)
-        lost = _by_tokens(_cross_entropy, logits, extended)[:, : labels.shape[1]]
-        return SequenceLosses(as_float64(lost).sum(1), as_float64((labels != IGNORE_INDEX).sum(1)))
+        counts = labels != IGNORE_INDEX
+        chosen = self.chosen(counts, batch)
+        return SequenceLosses.of(logits.by_rows(_cross_entropy, chosen, labels[chosen]), chosen, counts)
 
     def probe(self, output: Any, batch: LossBatch, generator: torch.Generator) -> Tensor:
-        """Return uᵀ · logits per sequence, for a random u with E u uᵀ = F, the Fisher matrix.
+        """Return the cross-entropy of labels drawn from the predictions p, per sequence.
 
-        With predictions p, F = diag p − p pᵀ and u = (diag √p − p √pᵀ) z, where z is standard normal.
+        Its gradient by the logits of a token is u = p − e_y for the label y. The expected u uᵀ is the Fisher
+        matrix F = diag p − p pᵀ.
         """
         logits, labels = self.logits_and_labels(output, batch)
-        return _fisher_projection(_wide(logits), labels != IGNORE_INDEX, generator)
+        counts = labels != IGNORE_INDEX
+        return _fisher_projection(logits, self.chosen(counts, batch), counts, generator)
 
-    def logits_and_labels(
-        self, output: Any, batch: LossBatch
-    ) -> tuple[Float[Tensor, "B T V"], Int[Tensor, "B C"]]:
+    def logits_and_labels(self, output: Any, batch: LossBatch) -> tuple[TokenLogits, Int[Tensor, "B T"]]:
         """Return the logits and the labels of a batch, with one label per row for classifiers."""
-        logits, labels = _token_logits(output), self.labels(batch)
+        logits, labels = token_logits(output), self.labels(batch)
         assert labels is not None
-        labels = (labels[:, None] if labels.dim() == 1 else labels).to(logits.device)
-        if labels.shape[0] != logits.shape[0] or labels.shape[1] > logits.shape[1]:
+        (sequences, tokens), device = logits.states.shape[:2], logits.states.device
+        labels = (labels[:, None] if labels.dim() == 1 else labels).to(device).long()
+        if labels.shape[0] != sequences or labels.shape[1] > tokens:
             raise InputError(
                 f"labels of batch {batch.number + 1}",
-                expected=f"one per position of the logits, {tuple(logits.shape[:2])}",
+                expected=f"one per position of the logits, {(sequences, tokens)}",
                 got=f"{tuple(labels.shape)}", fix=LOSS_HINT,
             )  # fmt: skip
-        return logits, labels.long()
+        return logits, F.pad(labels, (0, tokens - labels.shape[1]), value=IGNORE_INDEX)
 
 
 class DivergenceLoss(Loss):
@@ -304,21 +350,29 @@ class DivergenceLoss(Loss):
     compares_outputs = True
 
     def keep(self, output: Any, batch: LossBatch) -> Any:
-        """Return the logits of the whole model."""
-        return _token_logits(output).detach()
+        """Return the logits of the whole model, not formed if its head is known."""
+        return token_logits(output).detach()
 
     def read(self, output: Any, batch: LossBatch) -> SequenceLosses:
         """Return sums of divergences and entropies over the real tokens of each sequence."""
-        logits = _token_logits(output)
-        both = _by_tokens(_divergence, logits, batch.reference_output)
-        real = real_outputs(output, batch.batch, logits).to(both.device)
-        sums = as_float64(torch.where(real[..., None], both, 0.0)).sum(1)
-        return SequenceLosses(sums[:, 0], as_float64(real.sum(1)), sums[:, 1].detach())
+        logits, whole = token_logits(output), batch.reference_output
+        counts = real_outputs(logits.output, batch.batch, logits.states)
+        chosen = self.chosen(counts, batch)
+
+        def divergence(logits: Tensor, states: Tensor) -> Tensor:
+            with torch.no_grad():
+                before = whole.of_rows(states)
+            return _divergence(logits, before)
+
+        both = logits.by_rows(divergence, chosen, whole.rows(chosen))
+        entropy = SequenceLosses.of(both[:, 1].detach(), chosen, counts).total
+        return replace(SequenceLosses.of(both[:, 0], chosen, counts), reference=entropy)
 
     def probe(self, output: Any, batch: LossBatch, generator: torch.Generator) -> Tensor:
         """Return the projection of `LabelLoss`: KL ≈ ½ δᵀ F δ for a small change δ of logits."""
-        logits = _token_logits(output).float()
-        return _fisher_projection(logits, real_outputs(output, batch.batch, logits), generator)
+        logits = token_logits(output)
+        counts = real_outputs(logits.output, batch.batch, logits.states)
+        return _fisher_projection(logits, self.chosen(counts, batch), counts, generator)
 
 
 class StateLoss(Loss):
@@ -407,28 +461,11 @@ def invalid_label(labels: Tensor, classes: int) -> str:
     return f"{int(out[0])}" if out.numel() else ""
 
 
-def _by_tokens(function: Callable[..., Tensor], *values: Tensor) -> Tensor:
-    """Return ``function`` of tensors (B, T, …), computed in chunks of tokens to save memory.
-
-    A backward pass computes each chunk again. Without chunks, a softmax over a large vocabulary would hold
-    several times the memory of the logits.
-    """
-    step = max(1, CHUNK // (values[0].shape[0] * values[0].shape[2]))
-    chunks = [*zip(*(value.split(step, 1) for value in values), strict=True)]
-    if len(chunks) == 1:
-        return function(*values)
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-    return torch.cat([checkpoint(function, *chunk, **options) for chunk in chunks], 1)
+def _cross_entropy(logits: Float[Tensor, "N V"], labels: Int[Tensor, " N"]) -> Float[Tensor, " N"]:
+    return F.cross_entropy(_wide(logits), labels, reduction="none")
 
 
-def _cross_entropy(logits: Float[Tensor, "B T V"], labels: Int[Tensor, "B T"]) -> Float[Tensor, "B T"]:
-    left_out = labels == IGNORE_INDEX
-    rows = _wide(logits).masked_fill(left_out[..., None], 0)  # NaN in them would reach the gradient
-    lost = F.cross_entropy(rows.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=IGNORE_INDEX)
-    return lost.view(labels.shape)
-
-
-def _divergence(logits: Float[Tensor, "B T V"], whole: Float[Tensor, "B T V"]) -> Float[Tensor, "B T 2"]:
+def _divergence(logits: Float[Tensor, "N V"], whole: Float[Tensor, "N V"]) -> Float[Tensor, "N 2"]:
     """Return KL(p ‖ p') and the entropy H(p), with p of the whole model's logits.
 
     Both are computed in float64, because the KL is a small difference of large logarithms.
@@ -442,28 +479,31 @@ def _divergence(logits: Float[Tensor, "B T V"], whole: Float[Tensor, "B T V"]) -
 
 
 def _fisher_projection(
-    logits: Float[Tensor, "B T V"], counts: Bool[Tensor, "B C"], generator: torch.Generator
+    logits: TokenLogits, chosen: Bool[Tensor, "B T"], counts: Bool[Tensor, "B T"], generator: torch.Generator
 ) -> Float[Tensor, " B"]:
-    """Return the projection uᵀ · logits per sequence, over the first C tokens where ``counts`` is True."""
-    (sequences, tokens), (_, longest, classes) = counts.shape, logits.shape
-    drawn = torch.randn(sequences, tokens, classes, generator=generator, dtype=torch.float32).to(logits)
-    u = F.pad(drawn, (0, 0, 0, longest - tokens))
-    del drawn
-    step = max(1, CHUNK // (sequences * classes))
-    for start in range(0, tokens, step):  # in place, because each copy has the size of the logits
-        chunk = slice(start, min(start + step, tokens))
-        shares = logits[:, chunk].detach().softmax(-1)
-        z = u[:, chunk].mul_(shares.sqrt())
-        z.sub_(shares * z.sum(-1, keepdim=True)).masked_fill_(~counts[:, chunk, None], 0)
-    rows = (u * logits).sum(-1)[:, :tokens]
-    return rows.masked_fill(~counts, 0).sum(1)
+    """Return the cross-entropy of labels drawn from the predictions, per sequence.
+
+    If n of the N tokens that count are chosen, it is multiplied by √(N/n), and its squared gradient by N/n.
+    """
+    uniform = torch.rand(int(chosen.sum()), generator=generator, dtype=torch.float32).to(chosen.device)
+
+    def drawn(logits: Tensor, uniform: Tensor) -> Tensor:
+        sums = _wide(logits.detach()).softmax(-1).cumsum(-1)
+        labels = torch.searchsorted(sums, uniform[:, None].to(sums) * sums[:, -1:], right=True)
+        return _cross_entropy(logits, labels[:, 0].clamp_max(logits.shape[1] - 1))
+
+    losses = SequenceLosses.of(logits.by_rows(drawn, chosen, uniform), chosen, counts)
+    return losses.total * (chosen.sum(1) / counts.sum(1).clamp_min(1)).sqrt()
 
 
 def _wide(logits: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def _token_logits(output: Any) -> Float[Tensor, "B T V"]:
+def token_logits(output: Any) -> TokenLogits:
     """Return the logits (B, T, V) of an output. Logits (B, V) of classifiers get T = 1."""
+    if isinstance(output, TokenLogits):
+        return output
     logits = logits_of(output)
-    return logits[:, None] if logits.dim() == 2 else logits
+    logits = logits[:, None] if logits.dim() == 2 else logits
+    return TokenLogits(logits, lambda rows: rows, logits.shape[-1], output)

@@ -9,6 +9,8 @@ from rankwise.importance.losses import LossFunction
 LossName = Literal["auto", "causal", "masked", "encoder-decoder", "labels", "own", "output"]
 LOSSES: tuple[LossName, ...] = get_args(LossName)
 """Names of the losses that `ImportanceSettings` accepts."""
+MANY_CLASSES, FEW_TOKENS = 32_000, 64
+"""Number of classes above which the loss is read at a few tokens of each sequence, and their number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,8 +21,8 @@ class ImportanceSettings:
 
     Args:
         exact: True also removes heads one by one; for state-space channels, audits remove only measured
-            channels. False only estimates. None removes them instead of estimating if that takes no more
-            time, counted in passes, or if no gradients flow.
+            channels. False only estimates. None removes them instead of estimating if that takes at most 50
+            forward passes per batch (about 100 heads and blocks), or if no gradients flow.
         estimates: compute gradients.
         tolerance: allowed cost of removing a set of heads together, as a fraction of the loss. If the loss
             measures a change of the output, it is a fraction of the entropy of predictions or of the squared
@@ -32,6 +34,9 @@ class ImportanceSettings:
         probes: random projections of the output per batch for the curvature, one backward pass each.
         seed: random seed of projections and masked tokens.
         mask_token: id of the mask token, for masked language models.
+        tokens: largest number of tokens of each sequence at which the loss is read, drawn at random among
+            tokens with labels, the same in every pass. None reads all if the model has at most 32,000
+            classes or if the loss alone is measured, otherwise 64.
 
     Raises:
         InputError: if a value is out of its range.
@@ -42,16 +47,19 @@ class ImportanceSettings:
     tolerance: float | None = 0.01
     hold_out: bool = True
     loss: LossName | LossFunction = "auto"
-    probes: int = 8
+    probes: int = 4
     seed: int = 0
     mask_token: int | None = None
+    tokens: int | None = None
 
     def __post_init__(self) -> None:
         if not callable(self.loss):
             one_of("loss", self.loss, LOSSES)
         if self.tolerance is not None:
             in_range("`tolerance`", self.tolerance, "[0, inf)", fix="Take 0.01 for one per cent.")
-        whole_number("`probes`", self.probes, 0, fix="Take 8.")
+        whole_number("`probes`", self.probes, 0, fix="Take 4.")
+        if self.tokens is not None:
+            whole_number("`tokens`", self.tokens, 1, fix="Take 64, or None for the default.")
 
 
 ImportanceOption = bool | Literal["exact"] | ImportanceSettings

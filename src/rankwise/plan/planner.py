@@ -1,11 +1,12 @@
 """Find K*, the query/key width beyond which wider heads with random weights gain almost no rank."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Float, Int
 
+from rankwise._internals.forward import Progress
 from rankwise.errors import ShapeError, in_range, one_of, whole_number
 from rankwise.plan.ranks import POSITIONS, RandomHead
 from rankwise.plan.records import HeadDimCost, HeadDimPlan
@@ -34,7 +35,7 @@ def plan_head_dim(
     least_gain: float = 0.01,
     trials: int = 10,
     seed: int = 0,
-    on_trial: Callable[[int], None] | None = None,
+    on_progress: Progress = lambda step, done: None,
 ) -> HeadDimPlan:
     """Find K*, the least query/key width beyond which one more channel adds less than `least_gain` to rank/T.
 
@@ -62,7 +63,7 @@ def plan_head_dim(
         least_gain: gain in rank/T per added channel that K* and wider heads stay below, in (0, 1).
         trials: number of draws of the weights, at least 2.
         seed: random seed for the weights.
-        on_trial: function called after each trial with the number of trials done.
+        on_progress: function called with each trial in words and the finished share of the trials.
 
     Returns:
         Plan with the curve of rank/T, K* and its interval. If Ctrl-C stops the trials after two or more, the
@@ -84,9 +85,8 @@ def plan_head_dim(
     ranks: list[Float[np.ndarray, " W"]] = []
     try:
         for trial in range(trials):
+            on_progress(f"random head {trial + 1} of {trials}", trial / trials)
             ranks.append(head.trial(widths, trial))
-            if on_trial is not None:
-                on_trial(len(ranks))
     except KeyboardInterrupt:
         if len(ranks) < 2:  # one trial has no standard deviation
             raise

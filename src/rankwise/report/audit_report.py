@@ -21,7 +21,7 @@ from rankwise.auditing.measure_table import (
 )
 from rankwise.auditing.records import HeadRecord, StateRecord
 from rankwise.auditing.result import Audit
-from rankwise.importance.records import MORE_TRIES, HeadImportance, ImportanceRecord
+from rankwise.importance.records import FEW_PASSES, MORE_TRIES, HeadImportance, ImportanceRecord
 from rankwise.report.document import Document, Items, Section, Table, nonempty
 from rankwise.report.figures import depth_curves, has_room, map_layout, membership_maps, severity_signs
 from rankwise.report.finding_links import Target, common_notes, find_targets, finding_items, severities_of
@@ -189,7 +189,9 @@ def _hints(audit: Audit) -> list[str]:
         (has_costs, f"cheapest, costliest head: {costs}, as a share of {reference}"),
         (choice, f"costs are {choice}"),
     )
-    passes = 20 + len(audit.heads).bit_length() + MORE_TRIES  # 2, and 9 backward ones that take as long as 18
+    # exact costs of few heads, with a check; or five backward passes, which take as long as five to ten
+    count = len(audit.heads)
+    passes = 5 + count.bit_length() + MORE_TRIES + (10 if count > 2 * FEW_PASSES else min(count, FEW_PASSES))
     options = (
         (audit.at_init, "ranks at initialization", "--at-init", "at_init=True", "3 more audits"),
         (

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from rankwise._internals.batches import Batch, check_batch
-from rankwise._internals.forward import config_value, device_of
+from rankwise._internals.forward import check_in_memory, config_value, device_of
 from rankwise._internals.threads import exclusive
 from rankwise._internals.torch_private import COMPILED_PREFIX, is_compiled, is_program, remove_forward_hooks
 from rankwise.errors import SkipError, did_you_mean, in_range, instance_of, one_of, strip_control
@@ -324,10 +324,8 @@ def check_traceable(model: Any) -> None:
         expected = "a model outside of torch.inference_mode(), where derivatives can be taken"
         got = "inference mode, or parameters made in it"
         fix = "Build the model and call this outside of it; torch.no_grad() is allowed."
-    elif any(weight.is_meta for weight in model.parameters()):
-        expected, got = "a model whose weights are in memory", "offloaded weights"
-        fix = "Load the model without `device_map`, or onto one device."
     else:
+        check_in_memory(model, SkipError)
         return
     raise SkipError(f"model {type(model).__name__}", expected=expected, got=got, fix=fix)
 

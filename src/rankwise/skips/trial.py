@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rankwise._internals.batches import Batch, drop_unused_labels, each_batch, to_device
-from rankwise._internals.forward import device_of
+from rankwise._internals.forward import Progress, device_of
 from rankwise._internals.parameters import parameter_groups
 from rankwise.auditing.error_hints import batch_errors
 from rankwise.errors import InputError, in_range, whole_number
@@ -50,7 +50,7 @@ def try_lambdas(
     loss: LossOfModel | None = None,
     mask_token: int | None = None,
     alternatives: Mapping[str, Callable[[], nn.Module]] | None = None,
-    on_run: Callable[[str], None] = lambda name: None,
+    on_progress: Progress = lambda step, done: None,
 ) -> dict[str, list[float]]:
     """Train a model as it is, with each λ, and alternatives. Return the loss before each step of each run.
 
@@ -71,7 +71,7 @@ def try_lambdas(
             `rankwise.importance.measure_importance` reads from labels in the batches or from next tokens.
         mask_token: id of the mask token, for the loss of masked language models.
         alternatives: functions that return other models for the same batches, by name.
-        on_run: function called with the name of each run before it.
+        on_progress: function called with the run and the step in words, and the finished share of all steps.
 
     Raises:
         InputError: if no loss is known, a model does not run on a batch, or an argument is out of its range.
@@ -98,9 +98,14 @@ def try_lambdas(
             with batch_errors(model, inputs[0]), torch.no_grad():
                 loss_of(model, inputs[0])
         for name, make, value in tried:
-            on_run(name)
             model, inputs, loss_of = _prepared(make, read, value, seed, loss, mask_token)
-            runs[name] = _train(model, inputs, steps, lr, loss_of)
+
+            def report(step: int, name: str = name, finished: int = len(runs)) -> None:
+                on_progress(
+                    f"training {name}, step {step + 1} of {steps}", (finished + step / steps) / len(tried)
+                )
+
+            runs[name] = _train(model, inputs, steps, lr, loss_of, report)
     return runs
 
 
@@ -125,12 +130,14 @@ def _prepared(
 
 
 def _train(
-    model: nn.Module, batches: Sequence[Batch], steps: int, lr: float, loss: LossOfModel
-) -> list[float]:
+    model: nn.Module, batches: Sequence[Batch], steps: int, lr: float, loss: LossOfModel,
+    report: Callable[[int], None],
+) -> list[float]:  # fmt: skip
     """Train a model, and return the loss before each step. Stop after a loss that is not finite."""
     optimizer, losses = torch.optim.AdamW(parameter_groups(model, 0.01), lr=lr), list[float]()
     model.train()
-    for batch in islice(cycle(batches), steps):
+    for step, batch in enumerate(islice(cycle(batches), steps)):
+        report(step)
         optimizer.zero_grad()
         with batch_errors(model, batch):
             mean = loss(model, batch)
