@@ -2,7 +2,7 @@
 
     python -m benchmarks audit --quick
     python -m benchmarks tssa --tokens 8192 --repeats 15 --out tssa.json
-    python -m benchmarks rank --help
+    python -m benchmarks device --help
 
 Runs take turns, in rounds, so that other work on the machine hits all of them; ratios are medians over
 rounds. Answers are checked in the same run: the exit status is 1 if one is wrong. `--out` writes JSON with
@@ -25,7 +25,7 @@ from rankwise._internals.files import write_file
 from rankwise.cli.load_model import check_device
 from rankwise.errors import InputError
 
-NAMES = ("audit", "estimate", "language", "monitor_skip", "offload", "rank", "state_space", "tssa")
+NAMES = ("audit", "device", "estimate", "language", "monitor_skip", "offload", "state_space", "tssa")
 KEPT = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
 """Environment in which glibc keeps freed memory. By default it returns large tensors to the system and
 fetches them again page by page, which takes up to ten times as long as TSSA and hits whichever run comes
@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
         f"benchmarks {name}", description=benchmark.__doc__, formatter_class=form
     )
     parser.add_argument("--quick", action="store_true", help="small sizes, about a minute")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--device", choices=("cpu", "cuda", "mps"), default="cpu")
     parser.add_argument("--repeats", type=positive, default=benchmark.REPEATS, help="rounds")
     parser.add_argument("--out", type=Path, help="write the numbers as JSON")
     benchmark.options(parser)

@@ -1,154 +1,146 @@
-"""What an audit costs next to the forward pass of the model, and next to singular values by hand.
+"""What an audit costs next to the loop that a user would write by hand, in processor time and memory.
 
     python -m benchmarks audit
-    python -m benchmarks audit --model sentence-transformers/all-MiniLM-L6-v2 --eager
+    python -m benchmarks audit --model demo gpt2 FOLDER --before TREE --out audit.json
 
-These runs take turns: the forward pass; the pass under `capture`, which does nothing with what it captures;
-the measures alone, on operators and states of one pass; the whole audit; and the audit with one thread of
-torch. The audit should cost no more than three forward passes plus the measures. Capture must leave the
-outputs bit-identical, which is checked in the run.
+By hand: eager attention with `output_attentions`, then float32 `torch.linalg.svdvals` of each matrix, its
+numerical, effective and stable rank, and the entropy of its rows. Every run has a new process with one
+thread; runs take turns. The goal is 1.35 times the time of the loop, and at most its memory. The ranks of the
+audit must be those by hand: fused and eager attention round differently, so one value may cross δ.
 
-`--eager` adds what a user would write by hand: eager attention with `output_attentions`, then
-`torch.linalg.svdvals` of every matrix and nothing else, in the model's dtype and in float64. The ranks of the
-audit are compared with these singular values. The goal is half of that time for all measures together;
-decision 004 says where it is reached.
+`--before` adds the audit by another copy of the project, and the largest relative change of a number.
+"demo" is the bundled model, "gpt2" a model of the size of GPT-2 small with random weights.
 """
 
 import argparse
+import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.harness import positive, race, ratio
+from benchmarks.harness import in_fresh_process, peak_mib, positive, ratio
 
-import rankwise as rw
-from rankwise.auditing.measure import measure_heads, measure_states, sampled
-from rankwise.auditing.statistics import ModelStatistics
-from rankwise.cli.load_data import load_data
-from rankwise.cli.load_model import demo_model, demo_text, load_model
-from rankwise.measures import DELTA
-
-REPEATS = 5
+REPEATS = 3
 Batches = list[dict[str, torch.Tensor]]
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Add the model, the text, and its size."""
-    parser.add_argument(
-        "--model", default=str(demo_model()), help="name or folder (default: the bundled demo)"
-    )
-    parser.add_argument("--text", type=Path, default=demo_text())
+    """Add the models, the size of their input, and the project before a change."""
+    parser.add_argument("--model", nargs="+", default=["demo"], help="demo, gpt2, a name or a folder")
     parser.add_argument("--tokens", type=positive, default=256)
-    parser.add_argument("--sequences", type=positive, default=8)
-    parser.add_argument("--batch-size", type=positive, default=4)
-    parser.add_argument("--eager", action="store_true", help="also eager attention and svdvals, by hand")
+    parser.add_argument("--sequences", type=positive, default=2)
+    parser.add_argument("--dtype", default="auto", help="dtype of the model (default: as saved)")
+    parser.add_argument("--before", type=Path, metavar="TREE", help="folder of the project before a change")
 
 
 def measure(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield one row: the runs, and the cost of the audit without its measures."""
-    if given.quick:
-        given.tokens, given.sequences, given.batch_size = 32, 2, 2
-    subject = load_model(given.model, device=given.device)
-    sizes = {"tokens": given.tokens, "sequences": given.sequences, "batch_size": given.batch_size}
-    batches = [
-        {name: part.to(given.device) for name, part in batch.items()}
-        for batch in load_data(subject, text=given.text, **sizes).batches
-    ]
-    runs = runs_of(subject.model, batches)
-    different = None
-    if given.eager:
-        if any((batch.get("attention_mask", torch.ones(1)) == 0).any() for batch in batches):
-            raise SystemExit("--eager: expected no padding, which svdvals would count. Use a longer text")
-        by_hand = load_model(given.model, device=given.device).model
-        by_hand.set_attn_implementation("eager")
-        runs["eager, svdvals"] = lambda: singular_values(by_hand, batches)
-        runs["eager, svdvals float64"] = lambda: singular_values(by_hand, batches, torch.float64)
-        different = rank_difference(rw.audit(subject.model, batches), runs["eager, svdvals float64"]())
-    seconds = race(runs, given.repeats, torch.device(given.device), time.perf_counter)
-    own = [audit - measures for audit, measures in zip(seconds["audit"], seconds["measures"], strict=True)]
-    yield {
-        "model": given.model,
-        **sizes,
-        "seconds": {name: statistics.median(times) for name, times in seconds.items()},
-        "in_forward_passes": {name: ratio(times, seconds["forward"]) for name, times in seconds.items()},
-        "in_audits": {name: ratio(times, seconds["audit"]) for name, times in seconds.items()},
-        "audit_without_measures_in_forward_passes": ratio(own, seconds["forward"]),
-        "largest_difference_of_ranks": different,
-        "right": different is None or different <= 1,
-    }
+    """Yield a row per model: the runs, and the distance of the audit from the loop and from the old audit."""
+    tokens = 32 if given.quick else given.tokens
+    runs: dict[str, dict[str, Any]] = {"by hand": {"run": "by hand"}, "audit": {"run": "audit"}}
+    if given.before is not None:
+        runs["audit before"] = {"run": "audit", "path": [given.before / "src"]}
+    for model in given.model:
+        job = {"model": model, "tokens": tokens, "sequences": given.sequences, "dtype": given.dtype}
+        found: dict[str, list[dict[str, Any]]] = {name: [] for name in runs}
+        for _ in range(given.repeats):
+            for name, run in runs.items():
+                found[name].append(in_fresh_process("audit", **run, **job))
+        seconds = {name: [one["seconds"] for one in results] for name, results in found.items()}
+        by_hand, audit = found["by hand"][0]["ranks"], found["audit"][0]
+        off = max(abs(a - b) for a, b in zip(by_hand, audit["ranks"], strict=True))
+        row = job | {
+            "seconds": {name: statistics.median(times) for name, times in seconds.items()},
+            "times_by_hand": {name: ratio(times, seconds["by hand"]) for name, times in seconds.items()},
+            "peak_mib": {name: results[0]["mib"] for name, results in found.items()},
+            "largest_difference_of_ranks": off,
+            "right": off <= 1,
+        }
+        if given.before is not None:
+            from benchmarks.same_numbers import differences
+
+            changes = differences(found["audit before"][0]["numbers"], audit["numbers"], {}).largest
+            row["largest_change"] = max((by, name) for name, (by, _) in changes.items())
+        yield row
 
 
-def runs_of(model: Any, batches: Batches) -> dict[str, Callable[[], Any]]:
-    """Return the runs by name; raise if capture changes an output."""
-    with rw.capture(model) as trace, torch.no_grad():
-        seen = [model(**batch)[0] for batch in batches]
+def peak(run: str, model: str, tokens: int, sequences: int, dtype: str) -> dict[str, Any]:
+    """Return processor seconds, MiB and numbers of one run, after one on a few tokens."""
+    torch.set_num_threads(1)
+    subject, batches = load(model, tokens, sequences, dtype)
+    if run == "by hand":
+        subject.set_attn_implementation("eager")
+    work = {"by hand": by_hand, "audit": audit}[run]
+    work(subject, [{name: part[:1, :16] for name, part in batch.items()} for batch in batches[:1]])
+    found: dict[str, Any] = {}
 
-    def forward() -> list[torch.Tensor]:
-        with torch.no_grad():
-            return [model(**batch)[0] for batch in batches]
+    def timed() -> None:
+        start = time.process_time()
+        found.update(work(subject, batches))
+        found["seconds"] = time.process_time() - start
 
-    def captured() -> list[torch.Tensor]:
-        with rw.capture(model, on_mixer=lambda site: None, on_state=lambda state: None):
-            return forward()
+    return {"mib": peak_mib(timed, torch.device("cpu"))} | found
 
-    def measures() -> None:
-        found = ModelStatistics()
-        for site in trace.mixers:
-            found.add_heads(measure_heads(*sampled(site), DELTA, "auto"))
-        for state in trace.states:
-            found.add_states(measure_states(state, None))
-        found.head_records()
 
-    def on_one_thread() -> rw.Audit:
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
-            return rw.audit(model, batches)
-        finally:
-            torch.set_num_threads(threads)
+def load(model: str, tokens: int, sequences: int, dtype: str) -> tuple[Any, Batches]:
+    """Return a model and batches of at most four sequences without padding."""
+    from rankwise.cli.load_data import load_data
+    from rankwise.cli.load_model import demo_model, demo_text, load_model
 
-    assert all(map(torch.equal, forward(), seen)), "capture changed an output"
+    if model == "gpt2":
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        torch.manual_seed(0)
+        ids = torch.randint(1000, (sequences, tokens))
+        return GPT2LMHeadModel(GPT2Config(vocab_size=1000)).eval(), [{"input_ids": ids}]
+    subject = load_model(str(demo_model()) if model == "demo" else model, dtype=dtype)
+    sizes = {"tokens": tokens, "sequences": sequences, "batch_size": min(sequences, 4)}
+    batches = [dict(batch) for batch in load_data(subject, text=demo_text(), **sizes).batches]
+    if any((batch.get("attention_mask", torch.ones(1)) == 0).any() for batch in batches):
+        raise SystemExit("expected no padding, which svdvals would count. Use fewer tokens or sequences")
+    return subject.model, batches
+
+
+def audit(model: Any, batches: Batches) -> dict[str, Any]:
+    """Return numerical ranks by head, and the record of the audit."""
+    import rankwise as rw
+
+    done = rw.audit(model, batches)
     return {
-        "forward": forward,
-        "capture": captured,
-        "measures": measures,
-        "audit": lambda: rw.audit(model, batches),
-        "audit, torch on one thread": on_one_thread,
+        "ranks": [head.numerical_rank for head in done.heads],
+        "numbers": json.loads(done.model_dump_json()),
     }
 
 
 @torch.no_grad()
-def singular_values(model: Any, batches: Batches, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
-    """Return the singular values of all heads, (layers, B, H, T) for each batch."""
-    maps = [model(**batch, output_attentions=True).attentions for batch in batches]
-    return [
-        torch.stack([torch.linalg.svdvals(one.to(dtype or one.dtype)) for one in batch]) for batch in maps
-    ]
-
-
-def rank_difference(audit: rw.Audit, sigma: list[torch.Tensor]) -> float:
-    """Return the largest difference between ranks of the audit and counts of singular values.
-
-    Fused and eager attention round differently in the model's dtype, so one value in a hundred sequences may
-    cross δ.
-    """
-    counts = torch.cat([(one >= DELTA).sum(-1) for one in sigma], dim=1).double().mean(1).flatten()
-    ranks = torch.tensor([head.numerical_rank for head in audit.heads], dtype=torch.float64)
-    return (counts.cpu() - ranks).abs().max().item()
+def by_hand(model: Any, batches: Batches) -> dict[str, Any]:
+    """Return numerical ranks by head, as a user would compute them with the other ranks and the entropy."""
+    total = torch.zeros(())
+    for batch in batches:
+        maps = model(**batch, output_attentions=True).attentions
+        ranks = torch.zeros(len(maps), *maps[0].shape[:2])
+        for layer, matrices in enumerate(maps):
+            for sequence in range(matrices.shape[0]):
+                for head in range(matrices.shape[1]):
+                    matrix = matrices[sequence, head].float()
+                    sigma = torch.linalg.svdvals(matrix)
+                    ranks[layer, sequence, head] = (sigma >= 0.01).sum()
+                    torch.special.entr(sigma / sigma.sum()).sum().exp()  # effective rank
+                    (sigma / sigma[0]).square().sum()  # stable rank
+                    torch.special.entr(matrix).sum(-1).mean()  # entropy of rows
+        total = total + ranks.sum(1)
+    return {"ranks": (total / sum(batch["input_ids"].shape[0] for batch in batches)).flatten().tolist()}
 
 
 def line(row: dict[str, Any]) -> str:
-    """Return a line for each run."""
-    lines = [
-        f"  {name:27}{row['seconds'][name]:9.3f} s{row['in_forward_passes'][name].median:9.2f} × forward"
-        f"{row['in_audits'][name].median:8.2f} × audit"
-        for name in row["seconds"]
-    ]
-    own = row["audit_without_measures_in_forward_passes"].median
-    lines.append(f"  audit less measures: {own:.2f} forward passes (goal: 3)")
-    if row["largest_difference_of_ranks"] is not None:
-        lines.append(f"  ranks differ from those by hand by at most {row['largest_difference_of_ranks']:g}")
+    """Return a line per run, and how far the numbers are apart."""
+    lines = [f"{row['model']}, {row['sequences']} × {row['tokens']} tokens"]
+    for name, seconds in row["seconds"].items():
+        times, memory = row["times_by_hand"][name].median, row["peak_mib"][name]
+        lines.append(f"  {name:14}{seconds:9.2f} s{times:8.2f} × by hand{memory or 0:8.0f} MiB")
+    lines.append(f"  ranks differ from those by hand by at most {row['largest_difference_of_ranks']:g}")
+    if "largest_change" in row:
+        lines.append("  largest relative change: {:.1e} ({})".format(*row["largest_change"]))
     return "\n".join(lines)

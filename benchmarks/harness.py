@@ -48,15 +48,15 @@ def race(
         clock: on a CPU, CPU seconds of the process (other programs count less) or `time.perf_counter`, which
             threads require. On a GPU it is always the latter, after the device has finished.
     """
-    if device.type == "cuda":
+    if device.type != "cpu":
         clock = time.perf_counter
 
     def read(run: Callable[[], object], calls: int = 1) -> float:
-        _finish(device)
+        finish(device)
         start = clock()
         for _ in range(calls):
             run()
-        _finish(device)
+        finish(device)
         return (clock() - start) / calls
 
     names = list(runs)
@@ -104,10 +104,15 @@ def peak_mib(run: Callable[[], object], device: torch.device) -> float | None:
     return (_kib("VmHWM") - before) / 1024
 
 
-def in_fresh_process(module: str, **job: Any) -> Any:
-    """Return what `peak(**job)` of a benchmark returns in a new Python, which frees memory as usual."""
+def in_fresh_process(module: str, path: Sequence[Path] = (), **job: Any) -> Any:
+    """Return what `peak(**job)` of a benchmark returns in a new Python, which frees memory as usual.
+
+    ``path`` are folders where Python searches first.
+    """
     call = f"from benchmarks.{module} import peak; print(json.dumps(peak(**json.loads(sys.argv[1]))))"
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    first = os.pathsep.join([*map(str, path), environment.get("PYTHONPATH", "")])
+    environment["PYTHONPATH"] = first
     command = [sys.executable, "-W", "ignore", "-c", f"import json, sys; {call}", json.dumps(job)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
     return json.loads(done.stdout.splitlines()[-1])
@@ -121,7 +126,9 @@ def machine(device: torch.device) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "load": [round(one, 2) for one in os.getloadavg()] if hasattr(os, "getloadavg") else [],
         "torch_threads": torch.get_num_threads(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
+        "device": torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"{device}, {platform.machine()}",
         "torch": torch.__version__,
         "numpy": np.__version__,
         "python": platform.python_version(),
@@ -135,9 +142,10 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def finish(device: torch.device) -> None:
+    """Wait until a device has done all work."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def _kib(field: str) -> int:

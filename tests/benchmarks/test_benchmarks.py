@@ -9,7 +9,7 @@ import benchmarks.__main__ as command
 import numpy as np
 import pytest
 import torch
-from benchmarks import estimate, language, state_space, tssa
+from benchmarks import audit, device, estimate, language, state_space, tssa
 from benchmarks.harness import in_fresh_process, peak_mib, ratio
 from benchmarks.tssa import EAGER, OURS, REFERENCE, SDPA, contenders, crossover, errors, inputs, is_right
 
@@ -82,7 +82,8 @@ def test_a_benchmark_runs_and_writes_its_rows(name, monkeypatch, tmp_path, capsy
     monkeypatch.setattr(state_space, "in_fresh_process", lambda *_, **__: None)
     monkeypatch.setattr(estimate, "in_fresh_process", lambda _, **job: estimate.peak(**job))
     out, threads = tmp_path / "out.json", torch.get_num_threads()
-    size = {"tssa": ["--tokens", "64", "16"], "rank": ["--tokens", "32"]}.get(name, [])
+    monkeypatch.setattr(audit, "in_fresh_process", lambda _, **job: audit.peak(**job))
+    size = {"tssa": ["--tokens", "64", "16"], "device": ["--tokens", "32"]}.get(name, [])
     try:
         assert command.main([name, "--quick", "--repeats", "1", "--out", str(out), *size]) == 0
     finally:
@@ -99,6 +100,36 @@ def test_a_benchmark_runs_and_writes_its_rows(name, monkeypatch, tmp_path, capsy
     if name == "tssa":
         assert [row["tokens"] for row in report["rows"][:-2]] == [16, 64] * 4
         assert {row["state_bytes"][OURS] for row in report["rows"][-2:]} == {4 * (2 * 12 * 64 + 12) + 8}
+
+
+def test_a_part_that_would_not_end_in_time_is_left_out_and_shares_are_of_the_whole(monkeypatch, tmp_path):
+    monkeypatch.setattr(device.time, "perf_counter", iter(range(10**6)).__next__)  # a second per reading
+    out = tmp_path / "out.json"
+    words = ["--quick", "--only", "audits", "--tokens", "16", "32", "--seconds", "50", "--out", str(out)]
+    assert command.main(["device", *words]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row["part"], row["tokens"]) for row in rows] == [
+        ("exact", 16), ("estimate", 16), ("exact", 32), ("estimate", 32)
+    ]  # fmt: skip
+    assert sum(rows[0]["shares"].values()) == pytest.approx(1)
+    assert [row["left_out"].split(" of ")[1] for row in rows[2:]] == ["the 50 s in all"] * 2
+
+
+def test_an_audit_before_a_change_is_compared_number_by_number(monkeypatch, tmp_path):
+    """A copy of the project stands for the project before; one of its numbers is then changed."""
+
+    def fresh(_: str, path: list[Path] | None = None, **job):
+        done = audit.peak(**job)
+        for head in done["numbers"]["heads"][:1] if path else ():
+            head["row_entropy"] *= 1.5
+        return done
+
+    monkeypatch.setattr(audit, "in_fresh_process", fresh)
+    out = tmp_path / "out.json"
+    assert command.main(["audit", "--quick", "--repeats", "1", "--before", ".", "--out", str(out)]) == 0
+    [row] = json.loads(out.read_text())["rows"]
+    assert row["largest_change"] == [pytest.approx(1 / 3), "heads.row_entropy"]
+    assert set(row["seconds"]) == {"by hand", "audit", "audit before"}
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["output", "gradient"])
@@ -130,7 +161,7 @@ def test_a_wrong_option_is_refused(wrong, capsys):
     assert wrong[0] in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["rank", "tssa"])
+@pytest.mark.parametrize("name", ["device", "tssa"])
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_device_that_is_missing_is_one_line(name, capsys):
     with pytest.raises(SystemExit, match="2"):
@@ -139,7 +170,7 @@ def test_a_device_that_is_missing_is_one_line(name, capsys):
 
 
 def test_kept_results_have_one_format_and_name_their_command():
-    assert len(KEPT) > 8
+    assert len(KEPT) > 7
     for name, report in KEPT.items():
         assert list(report) == ["machine", "command", "settings", "rows"], name
         assert re.match(rf"python -m benchmarks ({'|'.join(command.NAMES)})( |$)", report["command"]), name
@@ -227,7 +258,7 @@ PAGES = {
     "monitor": ("how-to/monitor", of_monitor),
     "skip": ("evidence/speed", of_skip),
     "tssa": ("evidence/speed", of_tssa),
-    "rank_1024": ("decisions/004-fast-ranks", of_rank),
+    "ranks_1024": ("decisions/004-fast-ranks", of_rank),
     "estimate": ("evidence/speed", of_estimate),
     "estimate_4096": ("evidence/speed", of_ways),
 }

@@ -176,7 +176,7 @@ def measured_by_benchmarks() -> Iterator[str]:
     yield f"Effective rank of {len(errors)} heads at 2,048 tokens: within {max(errors):.2%}".replace(
         "%", " %"
     )
-    slower = kept["rank_1024"][0]["results"]["svdvals float64"]["times_ours"][0]
+    slower = kept["ranks_1024"][0]["results"]["svdvals float64"]["times_ours"][0]
     yield f"causal heads of 1,024 tokens takes {slower:.1f} times as long"
     shares = [f"{row['audit'][0]:.2%}".replace("%", " %") for row in kept["monitor"]]
     yield "takes {} of the time of a model of the demo's size, and {} of six layers".format(*shares)

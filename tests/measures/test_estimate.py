@@ -173,12 +173,47 @@ def test_queries_of_any_precision_are_not_rounded(dtype):
 # --- products and memory ---------------------------------------------------------------------------------
 
 
-def test_the_matrix_is_never_formed(monkeypatch):
+def test_no_tensor_is_as_large_as_the_matrix(monkeypatch):
     """Nothing is larger than the Krylov basis, 1,500·64 numbers; the matrix has 2,250,000."""
     monkeypatch.setitem(krylov.BLOCK_ENTRIES, "cpu", 30_000)
     operator = head("plain", 1500)
     assert 0 < largest_tensor(lambda: estimate_spectrum(operator, probes=8, steps=8).count(0.1)) <= 1500 * 64
     assert largest_tensor(operator.dense) == 1500 * 1500  # the watch itself works
+
+
+class CountedRows(SoftmaxMixing):
+    """Softmax attention that counts the rows it computes."""
+
+    computed = 0
+
+    def rows(self, start, stop):
+        CountedRows.computed += stop - start
+        return super().rows(start, stop)
+
+
+@pytest.mark.parametrize(("kept", "passes"), [(2**31, 1), (0, 7)])
+def test_kept_rows_change_the_spectrum_by_their_rounding_alone(kept, passes, monkeypatch):
+    """Float32 rows are those of M + E, ‖E‖_F ≤ 2⁻²⁴ ‖M‖_F; without room, each step computes rows again."""
+    monkeypatch.setattr(krylov, "KEPT_BYTES", kept)
+    q, k = 2 * normal(2, 90, 8, seed=1)
+    CountedRows.computed = 0
+    spectrum = estimate_spectrum(CountedRows(q, k, is_causal=True), probes=8, steps=6)
+    assert CountedRows.computed == passes * 90
+    matrix = SoftmaxMixing(q, k, is_causal=True).dense(torch.float64)
+    plain, bound = estimate_spectrum(matrix, probes=8, steps=6), 2**-24 * float(matrix.norm())
+    assert abs(spectrum.sigma_max.value - plain.sigma_max.value) <= bound * (passes == 1) + 1e-12
+    for name in RANKS:
+        rounded, exact = getattr(spectrum, name), getattr(plain, name)
+        assert rounded.low <= exact.value <= rounded.high
+
+
+@pytest.mark.parametrize("side", [-1, 1])
+def test_the_rounding_of_kept_rows_is_in_the_interval_of_a_count(side):
+    """Means of 3 tokens have σ = 1, a hundred times; 1/3 in float32 makes it 1 + 3e-8."""
+    document = torch.arange(300) // 3
+    operator = SoftmaxMixing(torch.zeros(300, 4), torch.zeros(300, 4), document[:, None] == document)
+    count = estimate_spectrum(operator, probes=8, steps=4).count(1 + side * 1e-8)
+    assert count.low <= (0 if side == 1 else 100) <= count.high
 
 
 def test_other_kinds_are_applied_by_their_own_products():

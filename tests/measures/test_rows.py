@@ -12,6 +12,7 @@ from tests.operators.mixing_laws import largest_tensor
 from tests.unchecked import unchecked
 
 import rankwise.measures.row_walk as row_walk
+from rankwise._internals.linalg import CANCELLATION
 from rankwise.errors import ShapeError
 from rankwise.measures import (
     MEASURES,
@@ -120,6 +121,29 @@ def test_nearly_equal_heads_keep_their_digits(step):
     c = normal(6, 6, seed=3)
     wanted = (a - b).norm() / math.hypot(a.norm().item(), b.norm().item())
     close(head_distance(torch.stack([a, c, b]))[0, 2], wanted, rtol=sum_tolerance(36))
+
+
+@pytest.mark.parametrize("rows", [1, 7, 40])
+@pytest.mark.parametrize("step", [10.0**-power for power in range(0, 17, 2)])
+def test_distances_equal_direct_sums_with_and_without_cancellation(step, rows, monkeypatch):
+    """From far apart to equal within rounding, in one block or many, next to a pair that never cancels."""
+    monkeypatch.setitem(row_walk.BLOCK_BYTES, "cpu", rows * 8 * 3 * 40)
+    noise = step * normal(40, 40, seed=1) / 40
+    row, other = normal(1, 40, seed=2).softmax(-1), normal(40, 40, seed=3).softmax(-1)
+    near_mean, near_identity = row + noise, torch.eye(40).double() + noise
+    stack = torch.stack([near_mean, row.expand(40, 40), other])
+    # subtracting rounded numbers errs by at most ε per entry: relative to the distance, by 2ε/step
+    limit = {"rtol": CANCELLATION + 4 * 2**-52 / step, "atol": 1e-16}
+    centered = near_mean - near_mean[0]
+    centered = centered - centered.mean(0)
+    close(row_spread(stack)[0], centered.norm() / near_mean.norm(), **limit)
+    whole = (near_identity.norm() ** 2 + 40).sqrt()
+    close(identity_distance(near_identity), (near_identity - torch.eye(40)).norm() / whole, **limit)
+    got = head_distance(stack)
+    for first in range(3):
+        for second in range(first):
+            a, b = stack[first], stack[second]
+            close(got[first, second], (a - b).norm() / torch.hypot(a.norm(), b.norm()), **limit)
 
 
 def test_a_head_that_is_not_finite_has_no_distances():

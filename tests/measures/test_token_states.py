@@ -16,6 +16,7 @@ from tests.measures.measure_cases import (
 )
 from tests.unchecked import unchecked
 
+import rankwise.measures.dense_spectrum as dense_spectrum
 from rankwise.errors import ShapeError
 from rankwise.measures import (
     absolute_spread,
@@ -31,6 +32,8 @@ from rankwise.measures import (
     state_effective_rank,
     variational_rate,
 )
+from rankwise.measures.dense_spectrum import scaled_svd
+from rankwise.measures.token_states import STATE_RTOL
 
 finite = st.floats(-100, 100)
 
@@ -172,6 +175,26 @@ def test_fewer_than_two_directions_have_no_cosine():
 
 
 # --- effective rank of states ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(120, 200), (200, 120)], ids=str)
+@pytest.mark.parametrize("kind", ["plain", "massive", "nearly collapsed", "collapsed", "low rank"])
+def test_the_effective_rank_of_states_equals_the_svd(kind, shape, monkeypatch):
+    """A Gram matrix is used where it is precise enough; tokens that are equal within 1e-9 need the SVD."""
+    svds = []
+    monkeypatch.setattr(dense_spectrum, "scaled_svd", lambda x, svd=scaled_svd: svds.append(len(x)) or svd(x))
+    x = normal(2, *shape, seed=1)
+    if kind == "massive":
+        x[:, 0] *= 100
+    elif kind == "low rank":
+        x[:, :, 5:] = 0
+    elif "collapsed" in kind:
+        x = x[:, :1] + (1e-9 if kind == "collapsed" else 1e-2) * x
+    got = state_effective_rank(x.float())
+    sigma = torch.linalg.svdvals(x.float().double())
+    wanted = torch.special.entr(sigma / sigma.sum(-1, keepdim=True)).sum(-1).exp()
+    close(got, wanted, rtol=STATE_RTOL)
+    assert bool(svds) == (kind in ("collapsed", "low rank"))
 
 
 def test_states_are_matrices():

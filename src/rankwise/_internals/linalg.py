@@ -1,10 +1,13 @@
 """Norms without overflow or underflow, and distances from a mean without cancellation."""
 
 import math
+import os
 
 import torch
 from jaxtyping import Bool, Float64
 from torch import Tensor
+
+from rankwise.errors import one_of
 
 _EXPONENT_BITS = 0x7FF0_0000_0000_0000
 _SMALLEST_NORMAL = torch.finfo(torch.float64).tiny
@@ -19,7 +22,16 @@ CANCELLATION = 1e-7
 
 
 def float64_device(device: torch.device) -> torch.device:
-    """Return the device, or the CPU if the device, such as MPS, does not have float64."""
+    """Return the device that computes float64 numbers of tensors on ``device``.
+
+    It is the same device, or the CPU if the device, such as MPS, does not have float64. GPUs that run float64
+    at 1/64 of their float32 rate keep it (docs/decisions/004-fast-ranks.md). The environment variable
+    RANKWISE_FLOAT64=cpu moves all float64 work to the CPU.
+    """
+    wanted = os.environ.get("RANKWISE_FLOAT64", "auto")
+    one_of("RANKWISE_FLOAT64", wanted, ("auto", "cpu"))
+    if device.type == "cpu" or wanted == "cpu":
+        return torch.device("cpu")
     try:
         torch.empty((), dtype=torch.float64, device=device)
     except TypeError:  # torch raises this on MPS; other errors are faults of the device

@@ -28,8 +28,8 @@ from rankwise.tracing import CapturedMixer, CapturedState
 
 EXACT_BYTES = 2**29
 """Maximum bytes of a float64 matrix with exact ranks: 512 MiB, T = S = 8,192. Its decomposition takes four
-times as much memory. The limit is memory, not time: up to this size exact ranks are also faster than
-estimates (docs/how-to/scale.md)."""
+times as much memory. Estimates are faster from about 3,000 tokens, but often bound the numerical rank only by
+an interval (docs/decisions/022-kept-rows.md)."""
 MATRIX_BYTES = 2**28
 """Bytes of float64 matrices formed at once (256 MiB); a larger matrix is formed alone."""
 SPECTRUM_POINTS = 64

@@ -82,10 +82,10 @@ def audit(
     is measured when its block has run and then released, so memory does not grow with batches or layers.
 
     Cost: one forward pass per batch. Exact ranks need the eigenvalues of a Gram matrix per head and sequence
-    (T S min(T, S) time, 8 T S bytes). Estimated ranks need 67 passes over the rows (O(T S K) time, O(T + S)
-    memory). With ``importance``, each batch needs two more forward passes, half a forward pass per head and
-    block or, beyond 100 of them, five backward passes, and 8 more forward passes than log2 of the number of
-    heads, to remove sets of them. "exact" needs both.
+    (T S min(T, S) time, 8 T S bytes). Estimated ranks need 64 products of each matrix and its transpose with
+    16 vectors (O(T S) time, 4 T S bytes, at most 2 GiB). With ``importance``, each batch needs two more
+    forward passes, half a forward pass per head and block or, beyond 100 of them, five backward passes, and 8
+    more forward passes than log2 of the number of heads, to remove sets of them. "exact" needs both.
 
     Args:
         model: any `torch.nn.Module`.

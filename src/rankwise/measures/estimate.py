@@ -1,4 +1,4 @@
-"""Estimates of ranks with error intervals, from matrix–vector products: the mixing matrix is never formed."""
+"""Estimates of ranks with error intervals, from matrix–vector products instead of a decomposition."""
 
 import itertools
 import math
@@ -12,7 +12,7 @@ from torch import Tensor
 from rankwise._internals.statistics import check_delta, t_quantile
 from rankwise._internals.threads import PARALLEL_BYTES, map_threads
 from rankwise.errors import InputError, whole_number
-from rankwise.measures.krylov import Gram, Krylov, block_lanczos
+from rankwise.measures.krylov import KEPT_BYTES, Gram, Krylov, block_lanczos
 from rankwise.measures.quadrature import (
     ROUNDING,
     Bracket,
@@ -24,6 +24,7 @@ from rankwise.measures.quadrature import (
 from rankwise.measures.rank import Estimate
 from rankwise.measures.registry import Mixing, as_operator
 from rankwise.operators import MixingOperator
+from rankwise.operators.base import TransposedMixing
 
 __all__ = ["SpectrumEstimate", "estimate_spectrum"]
 
@@ -84,7 +85,7 @@ class SpectrumEstimate:
 
 
 def estimate_spectrum(op: Mixing, probes: int = 16, steps: int = 64, seed: int = 0) -> SpectrumEstimate:
-    """Estimate the ranks of mixing matrices M without forming them.
+    """Estimate the ranks of mixing matrices M from products with vectors.
 
     The ranks follow from traces tr f(MᵀM). Block Lanczos from random ±1 vectors (probes), with full
     reorthogonalization, finds the strongest directions. The contribution of all other directions is a mean
@@ -93,11 +94,13 @@ def estimate_spectrum(op: Mixing, probes: int = 16, steps: int = 64, seed: int =
     Range: the ranges of `effective_rank`, `stable_rank` and `numerical_rank`.
     Errors: each interval contains the exact number for at least 95 % of seeds. The statistical error
     decreases as 1/√probes, and the quadrature error decreases with ``steps``. The quadrature error is largest
-    for sharp attention, where many σ are near 0 and many near 1. σ below 1e-7·‖M‖_F counts as 0. The result
-    is exact up to rounding if S ≤ probes·steps, or if the rank of M is so low that all directions are found.
-    Cost: at most 2·probes·steps matrix–vector products per matrix. For softmax attention, the products take
-    ``steps`` passes over the rows of M, O(T S (K + probes)) time each; ‖M‖_F takes one more pass. Memory:
-    8·S·probes·steps bytes and a block of rows per matrix; a CPU runs matrices in parallel up to 512 MiB.
+    for sharp attention, where many σ are near 0 and many near 1. σ below 1e-7·‖M‖_F counts as 0. Rounding to
+    float32 changes each σ by at most 6e-8·‖M‖_F, which is part of the intervals. The result is exact up to
+    rounding if S ≤ probes·steps, or if the rank of M is so low that all directions are found.
+    Cost: at most 2·probes·steps matrix–vector products per matrix, O(T S probes steps) time. Rows of softmax
+    attention are computed once and kept in float32 up to 2 GiB; further rows are computed for each step. From
+    about 3,000 tokens this is faster than `rank_summary`. Memory per matrix: the kept rows, 4·T·S bytes, or
+    half if M is causal, and 8·S·probes·steps bytes. A CPU runs matrices in parallel up to 512 MiB.
     Randomness: the seed draws the same vectors for all matrices with S columns, on any device. So the result
     of a matrix does not depend on its batch, and nearly equal matrices have nearly equal errors.
 
@@ -128,7 +131,8 @@ def estimate_spectrum(op: Mixing, probes: int = 16, steps: int = 64, seed: int =
     batch = operator.shape[:-2]
     with torch.no_grad():
         indices = list(itertools.product(*map(range, batch)))
-        needed = 8 * operator.shape[-1] * probes * steps
+        kept = min(4 * operator.shape[-2] * operator.shape[-1], KEPT_BYTES)
+        needed = 8 * operator.shape[-1] * probes * steps + kept
         matrices = map_threads(
             lambda index: _estimate(operator[index] if index else operator, probes, steps, seed),
             indices,
@@ -153,6 +157,7 @@ class _MatrixEstimate:
 
     def __init__(self, gram: Gram, krylov: Krylov, products: int, steps: int) -> None:
         self.scale, self.energy, self.products, self.steps = gram.scale, gram.energy, products, steps
+        self.slack = gram.slack * math.sqrt(gram.energy)  # bound on the change of each σ of M/scale
         self.limit = min(gram.rows, gram.columns)
         self.estimator = TraceEstimator(krylov, self.energy, self.limit)
         self.quantile = t_quantile(krylov.start.shape[1] - 2)
@@ -164,6 +169,9 @@ class _MatrixEstimate:
         by_ritz, by_probes = self._entropy(self.estimator.by_ritz), self._entropy(self.estimator.by_probes)
         middle, bracket = min(by_ritz, by_probes, key=lambda entropy: entropy[1].reach(self.quantile))
         reach = bracket.reach(self.quantile)
+        if self.slack:  # as in `GramSpectrum.effective_rank_error`; √(n Σ changes²) bounds n changes of σ
+            moved = self.slack * math.sqrt(self.limit) / float(self.estimator.upper.values.sqrt().sum())
+            reach += moved * (1 + math.log(self.limit / moved))
         reach += reach * reach + ROUNDING  # for second-order and rounding errors
         low, value, high = (
             min(max(math.exp(number), 1.0), float(self.limit))
@@ -186,26 +194,34 @@ class _MatrixEstimate:
             return ZERO
         low, top, high = self._top()
         value = self.energy / top
-        return value, value - self.energy / high, max(self.energy / high, 1.0), self.energy / low
+        slack = (1 + self.slack / math.sqrt(self.energy)) ** 2  # ‖M‖_F changed, too
+        low, high = self.energy / high / slack, self.energy / low * slack
+        return value, value - low, max(low, 1.0), high
 
     def sigma_max(self) -> Numbers:
         low, top, high = (self.scale * math.sqrt(number) for number in self._top())
         return top, high - top, low, high
 
     def count(self, delta: float) -> Numbers:
+        return self._count(delta / self.scale, delta / self.scale, delta / self.scale)
+
+    def relative_count(self, delta: float) -> Numbers:
+        if self.energy == 0:
+            return ZERO
+        low, top, high = (delta * math.sqrt(number) for number in self._top())
+        return self._count(low, top, high)
+
+    def _count(self, low: float, middle: float, high: float) -> Numbers:
+        """Count the singular values of M/scale that are at least a threshold in [``low``, ``high``]."""
         if self.energy == 0:
             return ZERO
         if self._counter is None:
             self._counter = EigenvalueCounter(self.estimator, self.steps)
-        relative = min(delta / self.scale, 1e100)  # 1e100 exceeds every scaled σ; 1e200 is finite
-        return self._counter.count(relative * relative, self.quantile)
-
-    def relative_count(self, delta: float) -> Numbers:
-        top, _, low, high = self.sigma_max()
-        if top == 0:
-            return ZERO
-        value, stderr, _, _ = self.count(delta * top)
-        return value, stderr, self.count(delta * high)[2], self.count(delta * low)[3]
+        thresholds = (max(low - self.slack, 0.0), middle, high + self.slack)
+        scaled = [min(delta, 1e100) for delta in thresholds]  # 1e100 exceeds every scaled σ; 1e200 is finite
+        counts = {delta: self._counter.count(delta * delta, self.quantile) for delta in sorted(set(scaled))}
+        most, count, least = (counts[delta] for delta in scaled)
+        return count[0], count[1], min(least[2], count[2]), max(most[3], count[3])
 
     def _top(self) -> tuple[float, float, float]:
         """Return a lower bound, an estimate (the largest Ritz value θ) and an upper bound of λ_1.
@@ -221,11 +237,14 @@ class _MatrixEstimate:
         rounding = self.estimator.rounding
         if self.steps < MIN_STEPS_FOR_SIGMA_MAX:
             error = self.estimator.missing
-        return max(top - rounding, 0.0), top, top + error + rounding
+        low, high = math.sqrt(max(top - rounding, 0.0)), math.sqrt(top + error + rounding)
+        return max(low - self.slack, 0.0) ** 2, top, (high + self.slack) ** 2
 
 
 def _estimate(operator: MixingOperator, probes: int, steps: int, seed: int) -> _MatrixEstimate | None:
-    gram = Gram(operator)
+    # M and Mᵀ have the same singular values. Forming MᵀM takes one pass, which needs no rows to be kept.
+    operator = operator.operator if isinstance(operator, TransposedMixing) else operator
+    gram = Gram(operator, keep=operator.shape[-1] > probes * steps)
     if not math.isfinite(gram.energy):  # M contains NaN or infinity
         return None
     # The signs ±1 are drawn on the CPU, so that they are the same on every device.

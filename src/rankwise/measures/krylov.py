@@ -1,8 +1,6 @@
-"""Krylov spaces span(X, AX, A²X, …) of A = MᵀM for mixing matrices (operators) M, without forming A or M."""
+"""Krylov spaces span(X, AX, A²X, …) of A = MᵀM for mixing matrices (operators) M, without forming A."""
 
-import ctypes
 import math
-import os
 import sys
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -13,10 +11,6 @@ from torch import Tensor
 
 from rankwise.measures.registry import as_operator
 from rankwise.operators import DenseMixing, IndexedMixing, MixingOperator, SoftmaxMixing
-from rankwise.operators.base import TransposedMixing
-
-TRIM_BYTES = 2**20
-"""Block size in bytes from which `_trim_memory` is called, because a call takes milliseconds."""
 
 Apply = Callable[[Tensor], tuple[Tensor, Tensor]]
 """Function that maps X to (A X, Xᵀ A X) for a symmetric positive semidefinite matrix A."""
@@ -25,6 +19,8 @@ BLOCK_ENTRIES = {"cpu": 2**18}
 """Entries of M per block of rows on a CPU, so that a block in float64 fits into the CPU cache."""
 DEVICE_BLOCK_ENTRIES = 2**23
 """Entries of M per block of rows on an accelerator: 64 MiB in float64."""
+KEPT_BYTES = 2**31
+"""Bytes of rows that are kept between products: all rows of a causal matrix up to T = 32,768."""
 
 ROW_WALKED = (SoftmaxMixing, DenseMixing)
 """Operators whose products compute rows of M: one pass over the rows then serves both M and Mᵀ.
@@ -34,39 +30,54 @@ All other operators have faster products that compute no rows."""
 class Gram:
     """Linear map MᵀM/scale² of one mixing matrix M (T×S), in float64; ``scale`` is chosen by `_measure`.
 
-    The rows of softmax attention are also computed in float64. MᵀM squares the singular values, so float64
-    hides singular values below 1e-8·σ_1. Float32 would hide singular values below 3e-4·σ_1, which are many.
+    With ``keep``, rows of softmax attention are computed once, rounded to float32 and kept, up to
+    `KEPT_BYTES`; further rows are computed for each product. All products then belong to one matrix M + E
+    with ‖E‖_F ≤ ``slack``·‖M‖_F, so no σ changes by more (Weyl's inequality). Products rounded to float32
+    would not belong to any matrix: MᵀM would hide σ below 3e-4·σ_1, of which there are many.
     """
 
-    def __init__(self, op: MixingOperator) -> None:
-        op = op.operator if isinstance(op, TransposedMixing) else op  # M and Mᵀ have the same singular values
-        self.operator = as_operator(op, "`estimate_spectrum`")
+    def __init__(self, op: MixingOperator, keep: bool) -> None:
+        self.operator = op = as_operator(op, "`estimate_spectrum`")
         self.rows, self.columns = op.shape
-        self.device = self.operator.device
+        self.device = op.device
+        self._walked = isinstance(op.operator if isinstance(op, IndexedMixing) else op, ROW_WALKED)
+        self._kept: dict[int, Tensor] = {}
+        self._room = KEPT_BYTES if keep and self._walked else 0
         self.scale, self.energy = self._measure()
+        self.slack = 2.0**-24 if self._kept and not isinstance(op, DenseMixing) else 0.0
 
     def __call__(
         self, vectors: Float64[Tensor, "S V"]
     ) -> tuple[Float64[Tensor, "S V"], Float64[Tensor, "V V"]]:
         """Return MᵀM X, and Xᵀ MᵀM X computed as (M X)ᵀ(M X), so that it is positive semidefinite."""
         vectors = vectors / self.scale
-        op = self.operator
-        if not isinstance(op.operator if isinstance(op, IndexedMixing) else op, ROW_WALKED):
-            image = op @ vectors
-            return op.mT @ image / self.scale, image.mT @ image
+        if not self._walked:
+            image = self.operator @ vectors
+            return self.operator.mT @ image / self.scale, image.mT @ image
         product = torch.zeros_like(vectors)
         inner = vectors.new_zeros(vectors.shape[-1], vectors.shape[-1])
         for block in self._blocks():
-            image = block @ vectors
-            inner += image.mT @ image
-            product += block.mT @ image
+            seen = block.shape[-1]
+            image = block @ vectors[:seen]
+            inner.addmm_(image.mT, image)
+            product[:seen].addmm_(block.mT, image)
         return product / self.scale, inner
 
-    def _blocks(self) -> Iterator[Float64[Tensor, "R S"]]:
-        entries = BLOCK_ENTRIES.get(self.device.type, DEVICE_BLOCK_ENTRIES)
-        step = max(1, entries // self.columns)
+    def _blocks(self) -> Iterator[Float64[Tensor, "R C"]]:
+        """Yield blocks of rows. Kept blocks end at their last nonzero column."""
+        step = max(1, BLOCK_ENTRIES.get(self.device.type, DEVICE_BLOCK_ENTRIES) // self.columns)
         for start in range(0, self.rows, step):
-            yield self.operator.rows(start, min(start + step, self.rows)).to(torch.float64)
+            block = self._kept.get(start)
+            if block is None:
+                block = self.operator.rows(start, min(start + step, self.rows))
+                if self._room > 0:
+                    seen = block.any(0).nonzero()
+                    block = block[:, : int(seen[-1]) + 1 if len(seen) else 1]
+                    if not isinstance(self.operator, DenseMixing):
+                        block = block.to(torch.float32)
+                    self._kept[start] = block
+                    self._room -= block.nbytes
+            yield block.to(torch.float64)
 
     def _measure(self) -> tuple[float, float]:
         """Return the scale, a power of two near the largest entry of M, and the energy ‖M‖_F²/scale².
@@ -128,11 +139,10 @@ def block_lanczos(
         kept.append(block.square().sum(0) > 0.5)  # a dropped direction is a zero column
         product, inner = apply(block)
         matrix[here, here] = (inner + inner.mT) / 2
-        block, outer = _orthonormal(_without(product, previous), tolerance)
-        # Normalizing a small remainder amplifies its rounding errors, so the block is orthogonalized again.
+        # In exact arithmetic A X has components along the last two blocks only. Normalizing a small remainder
+        # amplifies rounding errors along all other blocks, so these are subtracted afterwards.
+        block, outer = _orthonormal(_without(product, previous[-2 * width :]), tolerance)
         block, again = _orthonormal(_without(block, previous), 0.5)
-        if 8 * block.numel() >= TRIM_BYTES:
-            _trim_memory()
         coupling = again @ outer
         matrix[after, here], matrix[here, after] = coupling, coupling.mT
         if not coupling.any():
@@ -148,22 +158,9 @@ def block_lanczos(
     )
 
 
-def _trim_memory() -> None:
-    """Return unused memory to the operating system, if the C library is glibc.
-
-    glibc before 2.38 does not reuse a freed aligned block for a block of equal size. Without this call, the
-    unused memory after 64 steps would be as large as the basis.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
-    if trim is not None:
-        trim(0)
-
-
-def _without(vectors: Tensor, previous: Tensor) -> Tensor:
-    """Return vectors minus the projection onto a basis (rows), subtracted twice to remove rounding errors."""
-    for _ in range(2):
-        vectors = torch.addmm(vectors, previous.mT, previous @ vectors, alpha=-1)
-    return vectors
+def _without(vectors: Tensor, basis: Tensor) -> Tensor:
+    """Return vectors minus their projection onto an orthonormal basis (rows)."""
+    return torch.addmm(vectors, basis.mT, basis @ vectors, alpha=-1)
 
 
 def _orthonormal(vectors: Tensor, tolerance: float) -> tuple[Tensor, Tensor]:

@@ -21,7 +21,7 @@ from rankwise.measures.rank import entropy_rank
 from rankwise.measures.registry import as_tokens, measure, to_float64
 from rankwise.shapes import TokenMask, Tokens
 
-STATE_RTOL = 1e-7
+STATE_RTOL = 1e-6
 """Bound on the relative error of the effective rank of token states from a Gram matrix; otherwise by SVD."""
 
 __all__ = [
@@ -174,7 +174,7 @@ def state_effective_rank(
     Range: [1, min(n, D)] for n real tokens; 1 if they are multiples of one vector, 0 if all are zero.
     NaN for a sequence without a real token, or with NaN or infinity in a real token.
     Cost: a dense decomposition, O(T D min(T, D)) time.
-    Numerics: from the Gram matrix if its rounding changes the value by less than 1e-7, otherwise by the SVD.
+    Numerics: from the Gram matrix if its rounding changes the value by at most 1e-6, otherwise by the SVD.
     Source: O. Roy and M. Vetterli, "The effective rank: a measure of effective dimensionality", EUSIPCO 2007.
 
     Examples:
