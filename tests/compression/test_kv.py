@@ -102,15 +102,19 @@ def test_the_order_of_sequences_and_padding_do_not_change_moments() -> None:
     model, batch = llama(), ids(6, 12)
     layers = find_cached_layers(model, batch)[0]
     said: list[str] = []
+
+    def say(step: str, share: float) -> None:
+        said.append(step)
+
     frozen = model.lm_head.weight.requires_grad_(False)
-    one = collect_moments(model, layers, [batch], 0, said.append)[0]
+    one = collect_moments(model, layers, [batch], 0, say)[0]
     flipped = {"input_ids": batch["input_ids"].flip(0)}
-    assert torch.allclose(collect_moments(model, layers, [flipped], 0, said.append)[0].tokens, one.tokens)
+    assert torch.allclose(collect_moments(model, layers, [flipped], 0, say)[0].tokens, one.tokens)
     padded = {
         "input_ids": torch.cat([batch["input_ids"], torch.ones(6, 5, dtype=torch.long)], 1),
         "attention_mask": torch.cat([torch.ones(6, 12), torch.zeros(6, 5)], 1).long(),
     }
-    other = collect_moments(model, layers, [padded], 0, said.append)[0]
+    other = collect_moments(model, layers, [padded], 0, say)[0]
     assert other.count == one.count == 72
     assert torch.allclose(other.tokens, one.tokens, rtol=1e-5, atol=1e-6 * float(one.tokens.abs().max()))
     assert [weight for weight in model.parameters() if not weight.requires_grad] == [frozen]

@@ -17,17 +17,18 @@ from typing import Any
 import torch
 from jaxtyping import Float64
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from rankwise._internals.batches import to_device
-from rankwise._internals.forward import AddedHook, Change, Progress, device_of, run_model
+from rankwise._internals.forward import AddedHook, Change, Progress
 from rankwise._internals.linalg import as_float64
 from rankwise.compression.kv_find import layer_weight
 from rankwise.compression.kv_modules import LatentLayer, latent_change
 from rankwise.compression.records import LatentRank
 from rankwise.compression.trials import Job, Solution, check_tokens
 from rankwise.errors import CompressionError
-from rankwise.importance.losses import real_tokens
+from rankwise.importance.loss_choice import choose_loss
+from rankwise.importance.losses import Loss, LossBatch, real_tokens, token_logits
+from rankwise.importance.output_head import first_pass
+from rankwise.importance.settings import ImportanceSettings
 from rankwise.tracing import record_calls
 
 RIDGE = 1e-9
@@ -99,15 +100,17 @@ def collect_moments(
     for weight in (layer_weight(model, layer) for layer in layers):
         g, x = (torch.zeros(size, size, dtype=torch.float64) for size in weight.shape)
         moments.append(SecondMoments(x, g, weight))
-    device = device_of(model)
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        settings = ImportanceSettings(loss="output")
+        loss, prepared = choose_loss(model, batches, first_pass(model, batches[0]), settings)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
         for parameter in trained:
             parameter.requires_grad_(False)
-        for count, batch in enumerate(batches):
+        for count, batch in enumerate(prepared):
             on_progress(f"gradients of batch {count + 1} of {len(batches)}", count / len(batches))
-            _add_batch(model, layers, moments, to_device(batch, device), generator)
+            _add_batch(model, layers, moments, loss, batch, generator)
     finally:
         for parameter in trained:
             parameter.requires_grad_(True)
@@ -121,20 +124,19 @@ def _add_batch(
     model: nn.Module,
     layers: list[LatentLayer],
     moments: list[SecondMoments],
-    batch: Any,
+    loss: Loss,
+    batch: LossBatch,
     generator: torch.Generator,
 ) -> None:
     names = {name for layer in layers for name, _ in layer.projections}
     hooks = [AddedHook(name, "after", _differentiable) for name in names]
     recording = record_calls(model, names, detach=False)
     with Change(model, hooks=hooks), recording as calls, torch.enable_grad():
-        logits = run_model(model, batch).logits
-        real = real_tokens(batch, logits.shape[:2])
-        probabilities = logits.detach()[real].float().softmax(-1)
-        labels = torch.multinomial(probabilities, 1, generator=generator)[:, 0]
-        loss = F.cross_entropy(logits[real].float(), labels, reduction="sum")
+        output = loss.run(model, batch)
+        real = real_tokens(batch.batch, token_logits(output).states.shape[:2])
         outputs = {call.name: call.output for call in calls}
-        gradients = dict(zip(outputs, torch.autograd.grad(loss, list(outputs.values())), strict=True))
+        drawn = loss.probe(output, batch, generator).sum()  # cross-entropy of labels from the predictions
+        gradients = dict(zip(outputs, torch.autograd.grad(drawn, list(outputs.values())), strict=True))
     inputs = {call.name: call.args[0].detach() for call in calls}
     for layer, moment in zip(layers, moments, strict=True):
         x = inputs[layer.projections[0][0]].reshape(real.numel(), -1)[real.flatten()]
