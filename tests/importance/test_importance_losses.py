@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import rankwise as rw
-from rankwise.importance import ImportanceSettings, losses, output_head
+from rankwise.importance import ImportanceSettings, losses
 
 
 def nats(logits, labels):
@@ -242,9 +242,9 @@ def test_chunks_of_tokens_change_no_number_and_need_less_memory(loss, dtype, mon
 
     for kind in KINDS:
         monkeypatch.setattr(kind, "read", read)
-    monkeypatch.setattr(output_head, "CHUNK", 3 * 24)  # three tokens
+    monkeypatch.setattr("rankwise.importance.output_head.CHUNK", 3 * 24)  # three tokens
     chunks = measure(model, batches, settings)
-    assert 0 < max(largest) <= output_head.CHUNK
+    assert 0 < max(largest) <= 3 * 24
     # each token has its own softmax: only sums over tokens may be rounded in another order
     rounding = 64 * torch.finfo(max(dtype, torch.float32, key=lambda of: torch.finfo(of).bits)).eps
     assert chunks.value == pytest.approx(whole.value, rel=rounding)

@@ -12,12 +12,12 @@ from torch import nn
 from torch.nn import functional as F
 
 import rankwise as rw
-from rankwise.importance import ImportanceSettings, output_head
+from rankwise.importance import ImportanceSettings
 from rankwise.importance.loss_choice import model_loss
-from rankwise.importance.losses import LossBatch, token_logits
 from rankwise.importance.output_head import first_pass, without_labels
 
 WORDS = 24
+CHUNK = "rankwise.importance.output_head.CHUNK"
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24}
 SPECIAL = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 ROUNDING = 256 * torch.finfo(torch.float64).eps
@@ -110,7 +110,7 @@ def whole_loss(model, name, batch):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_loss_and_gradients_are_those_of_whole_logits_which_are_never_formed(name, monkeypatch):
-    monkeypatch.setattr(output_head, "CHUNK", 3 * WORDS)
+    monkeypatch.setattr(CHUNK, 3 * WORDS)
     model, batch, largest = FAMILIES[name]().eval().double(), batch_of(name), list[int]()
     loss = model_loss(model, [batch], ImportanceSettings(loss="masked" if name == "Bert" else "auto"))
     assert (loss.head is not None, loss.note) == (True, "")
@@ -123,11 +123,12 @@ def test_loss_and_gradients_are_those_of_whole_logits_which_are_never_formed(nam
         if torch.is_tensor(out) and out.shape[-1:] == (WORDS,) and out.shape != (16, WORDS):
             largest.append(out.numel())
 
-    output = loss.run(model, LossBatch(batch, batch))
+    given = loss.prepare(batch, batch, 0)
+    output = loss.run(model, given)
     assert output.output["logits"].shape[1] == 1
     with Operations(note):
-        losses = loss.read(output, LossBatch(batch, batch))
-    assert 0 < max(largest) <= output_head.CHUNK
+        losses = loss.read(output, given)
+    assert 0 < max(largest) <= 3 * WORDS
     ours = torch.autograd.grad(losses.total.sum(), weights, allow_unused=True)
     torch.testing.assert_close(losses.total, wanted, rtol=ROUNDING, atol=ROUNDING)
     assert losses.count.tolist()[2] == 0
@@ -141,10 +142,9 @@ def test_loss_and_gradients_are_those_of_whole_logits_which_are_never_formed(nam
 def test_projections_have_the_fisher_matrix_of_whole_logits(name, monkeypatch):
     """The mean squared gradient of a projection is J'FJ, with F of the logits after the soft cap."""
     model, tokens = FAMILIES[name]().eval().double(), ids(1, 4)
-    batch = LossBatch({"input_ids": tokens}, {"input_ids": tokens})
-    loss = model_loss(model, [batch.batch])
-    output = loss.run(model, batch)
-    logits = token_logits(output)
+    loss = model_loss(model, [{"input_ids": tokens}])
+    batch = loss.prepare({"input_ids": tokens}, {"input_ids": tokens}, 0)
+    logits = loss.run(model, batch)
     states = logits.states.detach().requires_grad_()
     direction = torch.randn(states.shape, generator=torch.Generator().manual_seed(1)).double()
     moved = torch.autograd.functional.jvp(logits.of_rows, states[0, :-1].detach(), direction[0, :-1])
@@ -162,7 +162,7 @@ def test_projections_are_drawn_alike_whatever_the_size_of_chunks(monkeypatch):
     settings = ImportanceSettings(exact=False, probes=2, tolerance=None)
     model, batches = language_model(), [{"input_ids": ids(3, 12)}]
     whole = measure(model, batches, settings)
-    monkeypatch.setattr(output_head, "CHUNK", 2 * WORDS)
+    monkeypatch.setattr(CHUNK, 2 * WORDS)
     chunks = measure(model, batches, settings)
     for one, other in zip(whole.sites, chunks.sites, strict=True):
         assert other.curvature == pytest.approx(one.curvature, rel=1e-9)
@@ -178,7 +178,7 @@ def test_projections_are_drawn_alike_whatever_the_size_of_chunks(monkeypatch):
     ids=["neighbors", "positions", "labels"],
 )
 def test_a_head_that_is_not_one_per_token_leaves_logits_whole_and_says_so(model, why, monkeypatch):
-    monkeypatch.setattr(output_head, "CHUNK", 3 * WORDS)
+    monkeypatch.setattr(CHUNK, 3 * WORDS)
     monkeypatch.setattr("rankwise.importance.loss_choice.CHUNK", 3 * WORDS)
     model, batch = model().eval().double(), batch_of("plain")
     if not isinstance(model, LastOnly):
@@ -193,7 +193,7 @@ def test_a_head_that_is_not_one_per_token_leaves_logits_whole_and_says_so(model,
 
 
 def test_a_large_batch_is_first_run_on_one_sequence(monkeypatch):
-    monkeypatch.setattr(output_head, "CHUNK", 3 * WORDS)
+    monkeypatch.setattr(CHUNK, 3 * WORDS)
     first = first_pass(language_model(), {"input_ids": ids(3, 12)})
     assert first.output.logits.shape == (1, 12, WORDS)
 
