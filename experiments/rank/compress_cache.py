@@ -69,7 +69,7 @@ def rivals(calibration: list[Any], compared: list[Any], seed: int) -> dict[str, 
     """Return output KL by method and share of the cache."""
     model = demo()
     layers, _ = find_cached_layers(model, calibration[0])
-    moments = collect_moments(model, layers, calibration, seed, lambda what: None)
+    moments = collect_moments(model, layers, calibration, seed, lambda step, done: None)
     ours = [weighted_svd(own.weight, own.tokens, own.gradients) for own in moments]
     costs = latent_costs(model, compared, layers, moments, ours)
     return {

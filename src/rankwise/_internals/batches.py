@@ -152,13 +152,19 @@ def drop_unused_labels(model: nn.Module, batch: Any) -> tuple[Any, str]:
     return batch, ""
 
 
+def can_leave_out_logits(model: nn.Module) -> bool:
+    """Return True if a model of transformers can compute the logits of some tokens alone."""
+    find_head: Callable[[], Any] = getattr(model, "get_output_embeddings", lambda: None)
+    return "logits_to_keep" in argument_names(model) and isinstance(find_head(), nn.Linear)
+
+
 def without_logits(model: nn.Module, batch: Any) -> Any:
-    """Return a batch that asks a model of transformers for the logits of one token, if it computes no loss.
+    """Return a batch that asks for the logits of one token, if the model can do so and computes no loss.
 
     An audit reads no logits, which take most of the time and memory of small models with many words.
     """
     asks = isinstance(batch, Mapping) and not {"logits_to_keep", *LABELS} & batch.keys()
-    return {**batch, "logits_to_keep": 1} if asks and "logits_to_keep" in argument_names(model) else batch
+    return {**batch, "logits_to_keep": 1} if asks and can_leave_out_logits(model) else batch
 
 
 def _parameters(model: nn.Module) -> list[inspect.Parameter]:

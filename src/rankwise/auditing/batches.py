@@ -9,6 +9,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from rankwise._internals.batches import can_leave_out_logits
 from rankwise._internals.forward import config_value, device_of, free_memory, vocabulary
 from rankwise.auditing.error_hints import positions_of
 from rankwise.errors import InputError, whole_number
@@ -137,7 +138,7 @@ def model_batches(
     is_wrapper = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} == kinds
     alone = not (is_wrapper or {"input_ids", "attention_mask"} <= set(parameters))
     size = 1 if alone else batch_size
-    words = 0 if "logits_to_keep" in parameters else vocabulary(model)
+    words = 0 if can_leave_out_logits(model) else vocabulary(model)
     free, needed = free_memory(device_of(model)), LOGIT_BYTES * tokens * words
     if needed > free:
         expected = f"{needed / 1e9:.1f} GB for the logits of one sequence ({tokens} tokens, {words:,} words)"

@@ -21,7 +21,7 @@ from rankwise._internals.batches import (
     to_device,
 )
 from rankwise._internals.forward import AddedHook, Change, config_value, device_of, run_model, vocabulary
-from rankwise._internals.torch_private import is_compiled
+from rankwise._internals.torch_private import is_compiled, preserve_state
 from rankwise.errors import first_line
 
 CHUNK = 2**23
@@ -95,7 +95,12 @@ class OutputHead:
 
     def of_rows(self, head: nn.Module) -> Elementwise:
         """Return the function from rows of states to rows of logits."""
-        return lambda rows: self.after(head(rows[None]))[0]
+
+        def logits(rows: Tensor) -> Tensor:
+            with preserve_state(head):
+                return self.after(head(rows[None]))[0]
+
+        return logits
 
 
 @dataclass(frozen=True)
