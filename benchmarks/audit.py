@@ -62,6 +62,7 @@ def measure(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
             from benchmarks.same_numbers import differences
 
             changes = differences(found["audit before"][0]["numbers"], audit["numbers"], {}).largest
+            row["change_of_spectra"] = changes.pop("heads.spectrum", (0.0, ""))[0]
             row["largest_change"] = max((by, name) for name, (by, _) in changes.items())
         yield row
 
@@ -143,4 +144,5 @@ def line(row: dict[str, Any]) -> str:
     lines.append(f"  ranks differ from those by hand by at most {row['largest_difference_of_ranks']:g}")
     if "largest_change" in row:
         lines.append("  largest relative change: {:.1e} ({})".format(*row["largest_change"]))
+        lines.append(f"  of singular values, also far below δ: {row['change_of_spectra']:.1e}")
     return "\n".join(lines)

@@ -2,10 +2,10 @@
 
 Claim     Michel et al., "Are Sixteen Heads Really Better than One?" (2019): the gradient of a gate on a head
           shows the cost of its removal; many heads can be removed.
-Question  How well do first order and curvature sort the heads of two real models? Does rank predict
+Question  How well does the estimate sort the heads of two real models? Does rank predict
           importance? Does a set of heads chosen on some texts cost as little on others?
 Hardware  one CPU core, about 4 minutes
-Expect    Curvature by random projections sorts heads nearly as removal does; first order less well.
+Expect    The estimate from random projections sorts heads nearly as removal does.
 """
 
 import math
@@ -44,13 +44,11 @@ RANKS = {
 }
 ONE_PROBE, OTHER_TEXTS = "estimate, 1 projection", "exact on other texts"
 COMPARED = {
-    "first_order": "first order, Σ abs. ∂S_i/∂ξ / N",
-    "fisher": "empirical Fisher",
     **ESTIMATES,
     ONE_PROBE: "the same with 1 projection",
     OTHER_TEXTS: "exact costs of splits 1–2, 1–3, 2–3",
 }
-"""Rows of the table; first order and Fisher information are in kept results only."""
+"""Rows of the table."""
 LIGHT, DARK = (158, 196, 224), (16, 58, 96)
 
 

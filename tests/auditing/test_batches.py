@@ -248,19 +248,17 @@ def test_only_a_model_of_next_tokens_reads_windows_without_an_end(
 
 def test_batches_fit_in_the_memory_that_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     small = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = LlamaForCausalLM(LlamaForCausalLM.config_class(vocab_size=300, **small))
+    model = BertForMaskedLM(BertForMaskedLM.config_class(vocab_size=300, **small))
 
     def rows(free: int, tokens: int = 6, batch_size: int = 4) -> tuple[list[int], list[str]]:
         monkeypatch.setattr("rankwise.auditing.batches.free_memory", lambda device: free)
-        batches, notes = model_batches(
-            model, LETTERS * 4, BYTES, tokens=tokens, batch_size=batch_size, logit_copies=2
-        )
+        batches, notes = model_batches(model, LETTERS * 4, BYTES, tokens=tokens, batch_size=batch_size)
         return [len(batch["input_ids"]) for batch in batches], notes
 
     sequence = 2 * 4 * 6 * 300  # copies, bytes of a float32, tokens, words
-    assert rows(4 * sequence) == ([4, 1], [])
+    assert rows(4 * sequence) == ([4, 2], [])
     sizes, [note] = rows(3 * sequence - 1)
-    assert sizes == [2, 2, 1]
+    assert sizes == [2, 2, 2]
     assert note.startswith("batches of 2 sequences instead of 4")
     with pytest.raises(InputError, match=r"Use --tokens 4, or free memory") as refused:
         rows(5 * sequence // 6 - 1)
@@ -277,5 +275,8 @@ def test_only_texts_that_are_not_cut_have_an_end_without_end_tokens(tokenizer, b
 
 def test_models_without_logits_need_no_memory_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rankwise.auditing.batches.free_memory", lambda device: 0)
-    batches, _ = model_batches(torch.nn.Identity(), LETTERS * 4, BYTES, tokens=6)
-    assert len(list(batches)) > 0
+    small = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    decoder = LlamaForCausalLM(LlamaForCausalLM.config_class(vocab_size=300, **small))  # of one token
+    for model in (torch.nn.Identity(), decoder):
+        batches, _ = model_batches(model, LETTERS * 4, BYTES, tokens=6)
+        assert len(list(batches)) > 0

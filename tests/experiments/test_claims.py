@@ -169,7 +169,7 @@ def measured_by_benchmarks() -> Iterator[str]:
     [causal] = [row["times_ours"] for row in kept["tssa"] if row.get("causal") and not row["backward"]]
     yield "eager formulas take {:.0f} times as long".format(causal["eager"][0])
     yield "fused softmax attention {:.0f} times as long".format(causal["sdpa"][0])
-    estimate, exact = (row for row in kept["estimate_4096"] if row["tokens"] == 4096)
+    estimate, exact = (row for row in kept["estimate_cost"] if row["tokens"] == 4096)
     yield "{:.1f} core seconds against {:.1f}".format(estimate["core_seconds"], exact["core_seconds"])
     yield "memory is {:.0f} MiB against {:.0f}".format(estimate["mib"], exact["mib"])
     errors = [abs(row["effective_rank_error"]) for row in kept["estimate"] if row["part"] == "accuracy"]

@@ -1,7 +1,6 @@
 """Turn texts into batches that a model accepts."""
 
 import inspect
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -15,8 +14,8 @@ from rankwise.auditing.error_hints import positions_of
 from rankwise.errors import InputError, whole_number
 from rankwise.importance.loss_choice import continues_texts
 
-FORWARD_COPIES, LOSS_COPIES = 2, 8
-"""Float32 copies of the logits in memory during a pass, and during a pass with losses and gradients."""
+LOGIT_BYTES = 8
+"""Bytes of memory that a logit takes during a pass: two copies in float32."""
 T = TypeVar("T")
 Tokenizer = Callable[..., Any]
 """A transformers tokenizer, or a callable that maps a list of texts to a dict with ``input_ids``."""
@@ -119,15 +118,14 @@ def model_batches(
     tokens: int = 256,
     sequences: int = 8,
     batch_size: int = 4,
-    logit_copies: float = LOSS_COPIES,
     shard: Shard = ALL,
 ) -> tuple[Iterator[Any], list[str]]:
     """Return batches of `text_batches` adapted to a model, and notes on the adaptations.
 
-    Batches are made smaller if ``logit_copies`` float32 copies of their logits exceed the free memory.
-    `InputError` is raised if those of one sequence exceed it. If the model takes no ``attention_mask``, each
-    batch has one sequence, so that nothing is padded. Windows of one text have no end token if the model
-    predicts next tokens, because the text goes on.
+    If a model always computes the logits of all tokens, batches are made smaller until these fit in the free
+    memory. `InputError` is raised if those of one sequence do not fit. If the model takes no
+    ``attention_mask``, each batch has one sequence, so that nothing is padded. Windows of one text have no
+    end token if the model predicts next tokens, because the text goes on.
     """
     notes: list[str] = []
     limit = longest_sequence(model)
@@ -139,8 +137,14 @@ def model_batches(
     is_wrapper = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} == kinds
     alone = not (is_wrapper or {"input_ids", "attention_mask"} <= set(parameters))
     size = 1 if alone else batch_size
-    most, words = _sequences_in_memory(model, tokens, logit_copies)
-    if most < size:
+    words = 0 if "logits_to_keep" in parameters else vocabulary(model)
+    free, needed = free_memory(device_of(model)), LOGIT_BYTES * tokens * words
+    if needed > free:
+        expected = f"{needed / 1e9:.1f} GB for the logits of one sequence ({tokens} tokens, {words:,} words)"
+        fitting = tokens * free // needed
+        fix = f"Use --tokens {fitting}, or free memory." if fitting > 1 else "Free memory."
+        raise InputError("memory", expected=expected, got=f"{free / 1e9:.1f} GB that are free", fix=fix)
+    if needed and (most := free // needed) < size:
         kept = f"the free memory holds the logits of {words:,} words for no more"
         notes.append(f"batches of {most} sequences instead of {size}: {kept}")
         size = most
@@ -162,23 +166,6 @@ def model_batches(
         notes.append("the decoder reads the encoder's text, shifted by one token")
         batches = (_with_decoder(model, batch) for batch in batches)
     return batches, notes
-
-
-def _sequences_in_memory(model: nn.Module, tokens: int, copies: float) -> tuple[int, int]:
-    """Return the number of sequences whose logits fit in the free memory, and the number of words.
-
-    Raise `InputError` if one sequence does not fit.
-    """
-    words = vocabulary(model)
-    if not words:  # no logits
-        return sys.maxsize, 0
-    free, needed = free_memory(device_of(model)), max(1, round(4 * copies * tokens * words))
-    if needed > free:
-        expected = f"{needed / 1e9:.1f} GB for the logits of one sequence ({tokens} tokens, {words:,} words)"
-        fitting = tokens * free // needed
-        fix = f"Use --tokens {fitting}, or free memory." if fitting > 1 else "Free memory."
-        raise InputError("memory", expected=expected, got=f"{free / 1e9:.1f} GB that are free", fix=fix)
-    return free // needed, words
 
 
 def longest_sequence(model: nn.Module) -> int | None:

@@ -28,7 +28,7 @@ from rankwise.tracing import CapturedMixer, CapturedState
 
 EXACT_BYTES = 2**29
 """Maximum bytes of a float64 matrix with exact ranks: 512 MiB, T = S = 8,192. Its decomposition takes four
-times as much memory. Estimates are faster from about 3,000 tokens, but often bound the numerical rank only by
+times as much memory. Estimates are faster from about 4,000 tokens, but often bound the numerical rank only by
 an interval (docs/decisions/022-kept-rows.md)."""
 MATRIX_BYTES = 2**28
 """Bytes of float64 matrices formed at once (256 MiB); a larger matrix is formed alone."""

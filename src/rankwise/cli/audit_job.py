@@ -12,7 +12,7 @@ import typer
 
 from rankwise._internals.forward import Progress
 from rankwise.auditing import Audit, AuditError, audit
-from rankwise.auditing.batches import ALL, FORWARD_COPIES, LOSS_COPIES, Shard
+from rankwise.auditing.batches import ALL, Shard
 from rankwise.auditing.provenance import weights_digest
 from rankwise.auditing.settings import RankMethod
 from rankwise.cli.load_data import LoadedData, load_data, parse_dataset
@@ -142,7 +142,6 @@ def load(job: AuditJob) -> tuple[LoadedModel, LoadedData]:
     data = load_data(
         model, text=job.text, images=job.images, dataset=job.dataset, tokens=job.tokens,
         sequences=job.sequences, batch_size=job.batch_size, shard=job.shard,
-        logit_copies=LOSS_COPIES if job.importance else FORWARD_COPIES,
     )  # fmt: skip
     return model, data
 

@@ -157,14 +157,13 @@ def _target(option: str, values: list[str] | None) -> float | dict[str, float] |
 
 def _data(subject: Any, sizes: dict[str, Any], **named: Any) -> tuple[list[Any], list[Any], list[str]]:
     """Return batches for calibration, batches for measuring costs, and notes on the data."""
-    from rankwise.auditing.batches import LOSS_COPIES
     from rankwise.cli.load_data import load_data, split_held_out
 
     if subject.batches is not None and not any(named.values()):
         every = list(subject.batches)
         half = (len(every) + 1) // 2
         return every[:half], every[half:], []
-    inputs = load_data(subject, **named, **sizes, logit_copies=LOSS_COPIES / 2)  # a pass has half a batch
+    inputs = load_data(subject, **named, **sizes)
     calibration, held_out = split_held_out(list(inputs.batches))
     note = "every other sequence was held out" if held_out else "one sequence, none was held out"
     return calibration, held_out, [f"Data: {inputs.data}; {note}.", *inputs.notes]

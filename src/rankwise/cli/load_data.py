@@ -14,7 +14,7 @@ import typer
 
 from rankwise._internals.batches import batch_size, map_tensors
 from rankwise._internals.forward import config_value
-from rankwise.auditing.batches import ALL, LOSS_COPIES, Shard, evenly, longest_sequence, model_batches
+from rankwise.auditing.batches import ALL, Shard, evenly, longest_sequence, model_batches
 from rankwise.cli.load_gguf import gguf_location, read_once
 from rankwise.cli.load_images import find_images, load_image_processor, plain_processor, read_images
 from rankwise.cli.load_model import LoadedModel, split_factory
@@ -71,12 +71,9 @@ def load_data(
     tokens: int = 256,
     sequences: int = 8,
     batch_size: int = 4,
-    logit_copies: float = LOSS_COPIES,
     shard: Shard = ALL,
 ) -> LoadedData:
     """Return batches of a text, of images or of a data set, or the batches that a factory returned.
-
-    Batches of texts are made smaller if ``logit_copies`` copies of their logits exceed the free memory.
 
     Raise `InputError` if the model cannot read the data.
     """
@@ -95,7 +92,6 @@ def load_data(
     if images is not None:
         return _load_images(loaded, images, **sizes)
     texts = load_text(text) if text is not None else dataset_texts(str(dataset))
-    sizes["logit_copies"] = logit_copies
     return _load_texts(loaded, texts, str(text or dataset), tokens, **sizes)
 
 

@@ -158,7 +158,9 @@ class SequenceLosses:
         cls, lost: Float[Tensor, " N"], chosen: Bool[Tensor, "B T"], counts: Bool[Tensor, "B T"]
     ) -> "SequenceLosses":
         """Sum the losses of chosen tokens. If n of N tokens that count are chosen, multiply by N/n."""
-        wide, read, count = as_float64(lost), chosen.sum(1), as_float64(counts.sum(1))
+        wide = as_float64(lost)
+        chosen, counts = chosen.to(wide.device), counts.to(wide.device)
+        read, count = chosen.sum(1), counts.sum(1).double()
         sums = wide.new_zeros(len(chosen)).index_add(0, chosen.nonzero()[:, 0], wide)
         return cls(sums * (count / read.clamp_min(1)), count, tokens=wide.detach(), read=read)
 
@@ -493,7 +495,8 @@ def _fisher_projection(
         return _cross_entropy(logits, labels[:, 0].clamp_max(logits.shape[1] - 1))
 
     losses = SequenceLosses.of(logits.by_rows(drawn, chosen, uniform), chosen, counts)
-    return losses.total * (chosen.sum(1) / counts.sum(1).clamp_min(1)).sqrt()
+    assert losses.read is not None
+    return losses.total * (losses.read / losses.count.clamp_min(1)).sqrt()
 
 
 def _wide(logits: Tensor) -> Tensor:

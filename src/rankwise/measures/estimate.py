@@ -99,7 +99,7 @@ def estimate_spectrum(op: Mixing, probes: int = 16, steps: int = 64, seed: int =
     rounding if S ≤ probes·steps, or if the rank of M is so low that all directions are found.
     Cost: at most 2·probes·steps matrix–vector products per matrix, O(T S probes steps) time. Rows of softmax
     attention are computed once and kept in float32 up to 2 GiB; further rows are computed for each step. From
-    about 3,000 tokens this is faster than `rank_summary`. Memory per matrix: the kept rows, 4·T·S bytes, or
+    about 4,000 tokens this is faster than `rank_summary`. Memory per matrix: the kept rows, 4·T·S bytes, or
     half if M is causal, and 8·S·probes·steps bytes. A CPU runs matrices in parallel up to 512 MiB.
     Randomness: the seed draws the same vectors for all matrices with S columns, on any device. So the result
     of a matrix does not depend on its batch, and nearly equal matrices have nearly equal errors.

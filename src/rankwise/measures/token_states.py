@@ -124,7 +124,7 @@ def mean_cosine(tokens: Shaped[Tensor, "B T D"], mask: TokenMask | None = None) 
     units, nonzero = _directions(states)
     count = nonzero.sum(-1)
     pairs = (count * (count - 1)).to(torch.float64)
-    total = units.sum(1).square().sum(-1) - torch.linalg.vector_norm(units, dim=MATRIX).square()
+    total = units.sum(1).square().sum(-1) - units.square().sum(MATRIX)
     return (total / pairs).clamp(-1, 1).masked_fill(~usable | (count < 2), math.nan)
 
 
