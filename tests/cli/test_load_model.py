@@ -75,6 +75,7 @@ def test_weights_beyond_half_of_the_free_memory_stay_on_the_disk_and_are_read_on
     assert compared(whole, found, {"device", "weights_digest", "batches", "command", "arguments"}) == []
     assert run(*common, *spread, "--batch-size", 2, "--out", "out").exit_code == 0
     assert Audit.load(tmp_path / "out" / "audit.json").provenance.batches == 4
+    assert run(*common, *spread, "--loss", "--out", "loss").exit_code == 0
     importance = run(*common, *spread, "--importance", "estimate", "--out", "refused").exception
     said = r"LlamaForCausalLM: expected weights in memory \(0\.0 GB\), got offloaded weights"
     assert re.search(said, str(importance))

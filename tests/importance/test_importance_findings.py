@@ -181,5 +181,7 @@ def test_the_command_measures_importance(tmp_path):
     assert audit.importance.loss == "next tokens, causal"
     assert audit.heads[0].importance.method == "exact"
     assert "takes about 2 forward passes per batch" in audit.importance.choice
+    alone = CliRunner().invoke(app, ["audit", f"{source}:build", *chosen, "--importance-tokens", "7"])
+    assert "--importance-tokens: expected --importance next to it" in str(alone.exception)
     wrong = CliRunner().invoke(app, ["audit", f"{source}:build", *chosen, "--importance=exactly"])
     assert "did you mean exact" in str(wrong.exception).lower()

@@ -16,7 +16,7 @@ import rankwise as rw
 from rankwise.auditing import AuditError
 from rankwise.auditing.importance_findings import describe_removable
 from rankwise.errors import InputError
-from rankwise.importance import ImportanceSettings, NotDifferentiableError
+from rankwise.importance import ImportanceSettings, NotDifferentiableError, measure_importance
 from rankwise.tracing import Address
 
 
@@ -262,3 +262,14 @@ def test_without_a_reference_no_removable_set_is_reported():
     assert importance.reference == 0
     assert importance.removable is None
     assert "the entropy of the predictions" in importance.notes[-1]
+
+
+def test_a_lack_of_memory_is_no_lack_of_gradients(monkeypatch):
+    """The words of torch on a CPU, whose error is a plain RuntimeError."""
+
+    def full(*_, **__):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes.")
+
+    monkeypatch.setattr(torch.autograd, "grad", full)
+    with pytest.raises(RuntimeError, match="DefaultCPUAllocator"):
+        measure_importance(language_model(), [{"input_ids": ids()}], ImportanceSettings(exact=False))

@@ -253,3 +253,27 @@ def test_tokens_of_a_loss_without_tokens_are_refused():
     settings = ImportanceSettings(tokens=4, loss=lambda output, batch: output[0].mean((1, 2)))
     with pytest.raises(rw.RankwiseError, match="expected a loss of tokens or labels"):
         measure(language_model(), [{"input_ids": ids()}], settings)
+
+
+@pytest.mark.parametrize("factor", [0.0, 1.0], ids=["scale", "bias"])
+def test_a_change_of_logits_below_the_rounding_of_bfloat16_is_seen(factor):
+    bias = 0.02 * factor * torch.linspace(-1, 1, WORDS).bfloat16()
+    model = Plain(lambda logits: (1.01 - 0.01 * factor) * logits + bias).eval().bfloat16()
+    batch = {"input_ids": ids(2, 12), "labels": ids(2, 12)}
+    loss = model_loss(model, [batch])
+    with torch.no_grad():
+        logits = model(batch["input_ids"])["logits"].float()
+    assert loss.head is None
+    wanted = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+    assert loss.mean(model, [batch]) == pytest.approx(float(wanted), rel=1e-6)
+
+
+def test_more_tokens_than_there_are_read_all():
+    model, batches = made("Llama").eval(), [{"input_ids": ids(2, 12)}]
+    costs = [
+        measure(model, batches, ImportanceSettings(exact=True, tokens=tokens, tolerance=None)).sites[0].exact
+        for tokens in (None, 10**9)
+    ]
+    assert (costs[0] == costs[1]).all()
+    with pytest.raises(rw.errors.InputError, match="`tokens`"):
+        ImportanceSettings(tokens=10**30)

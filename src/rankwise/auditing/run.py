@@ -180,7 +180,8 @@ class Run:
         at_init, importance = self.settings.at_init, self.settings.importance
         if at_init is not None:
             next(initial_copies(self.model, at_init))  # a copy that cannot be built fails before measuring
-        if importance is not None and isinstance(self.model, nn.Module):
+        only_loss = importance is not None and not importance.estimates and not importance.exact
+        if importance is not None and not only_loss and isinstance(self.model, nn.Module):
             check_in_memory(self.model)  # each pass would read the weights again
         if at_init is not None or importance is not None:
             batches = list(each_batch(batches))

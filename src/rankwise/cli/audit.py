@@ -223,5 +223,7 @@ def parse_importance(
         tolerance=tolerance,
         loss=one_of("--importance-loss", loss, LOSSES),  # type: ignore[arg-type]
     )
-    is_measured = only_loss or how not in (None, "none") or (how is None and is_demo)
-    return settings if is_measured else False
+    is_measured = how not in (None, "none") or (how is None and is_demo and not only_loss)
+    if tokens is not None and not is_measured:
+        raise InputError("--importance-tokens", expected="--importance next to it", got="none", fix="Add it.")
+    return settings if is_measured or only_loss else False

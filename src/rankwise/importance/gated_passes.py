@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from rankwise._internals.batches import batch_size
-from rankwise._internals.forward import Progress
+from rankwise._internals.forward import Progress, out_of_memory
 from rankwise._internals.linalg import as_float64
 from rankwise.errors import InputError, RankwiseError, first_line
 from rankwise.importance.losses import IGNORE_INDEX, Loss, LossBatch, SequenceLosses
@@ -280,6 +280,13 @@ class GatedPasses:
             mixers[site.call_id] = site.address(), site.operator.shape[-3]
 
         try:
+            whole = None
+            if gradients and recorded:  # kernels with and without gradients may round differently
+                with torch.no_grad():
+                    with self.restarts.recording(batch.number, recorded):
+                        output = self._run(batch, Removal({}, ()))
+                    batch.reference_output = self.loss.keep(output, batch)
+                    whole, recorded = self.loss.read(output, batch), frozenset()
             with torch.set_grad_enabled(gradients):  # overrides torch.no_grad around the call
                 with self.restarts.recording(batch.number, recorded):
                     output = self._run(batch, gates, note)
@@ -289,14 +296,16 @@ class GatedPasses:
                         self.ungated[mixer] = None
                     else:
                         self.mixers.setdefault(key, mixer)
-                batch.reference_output = self.loss.keep(output, batch)
+                if whole is None:
+                    batch.reference_output = self.loss.keep(output, batch)
                 losses = self.loss.read(output, batch)
                 if gradients:
                     self._backward(gates, output, losses, batch, generator)
         except RuntimeError as error:
-            if not gradients or isinstance(error, torch.OutOfMemoryError | RankwiseError):
+            if not gradients or isinstance(error, RankwiseError) or out_of_memory(error):
                 raise
             raise NotDifferentiableError(self.model, first_line(error)) from error
+        losses = whole or losses
         total, finite = losses.total.detach(), losses.finite
         reference = total if losses.reference is None else losses.reference
         self.sequences += len(finite)
@@ -414,13 +423,20 @@ class GatedPasses:
     def check_restarts(self) -> list[str]:
         """Check that passes that restart reproduce all losses. Return notes if they do not."""
         restarts, batches = self.restarts, {batch.number: batch for batch in self.batches}
+        every = {call: range(count) for call, (_, count) in self.mixers.items()}
         with torch.no_grad():
+            self._run(self.batches[0], Removal(every, ()))  # leaves wrong values where blocks share them
             last = restarts.check(
                 {call.module for call in self.mixers},
                 lambda number: self._run(batches[number], Removal({}, ())),
             )
-        if last and not restarts.why_not and (self.without({CallId(last, 0): ()}) != self.losses).any():
-            restarts.why_not = f"losses differ if all blocks before {last!r} are skipped"
+        try:
+            if last and not restarts.why_not and (self.without({CallId(last, 0): ()}) != self.losses).any():
+                restarts.why_not = f"losses differ if all blocks before {last!r} are skipped"
+        except RuntimeError as error:
+            if out_of_memory(error):
+                raise
+            restarts.why_not = f"the model fails if all blocks before {last!r} are skipped"
         if restarts.why_not:
             return [f"each exact cost took a pass of the whole model: {restarts.why_not}"]
         if restarts.left_out:

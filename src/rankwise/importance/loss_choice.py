@@ -95,7 +95,7 @@ def choose_loss(
         logits = logits_of(first.output)
         many = sampled and logits.shape[-1] > MANY_CLASSES
         loss.positions, loss.seed = settings.tokens or (FEW_TOKENS if many else None), settings.seed
-        head = find_head(model, first, logits) if logits.dim() == 3 else None
+        head = find_head(model, first, logits_of) if logits.dim() == 3 else None
         if isinstance(head, OutputHead):
             loss.head = head
         elif head is not None and logits.numel() > CHUNK:

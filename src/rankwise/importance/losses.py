@@ -257,7 +257,9 @@ class Loss(ABC):
             return counts
         generator = torch.Generator().manual_seed(self.seed + batch.number)
         drawn = torch.rand(counts.shape, generator=generator, dtype=torch.float32).to(counts.device)
-        return counts & (drawn.masked_fill(~counts, 1.0).argsort(1).argsort(1) < self.positions)
+        return counts & (
+            drawn.masked_fill(~counts, 1.0).argsort(1).argsort(1) < min(self.positions, counts.shape[1])
+        )
 
     def probe(self, output: Any, batch: LossBatch, generator: torch.Generator) -> Float[Tensor, " B"]:
         """Return a random projection of the output per sequence. Losses with `half` 0 do not need this.

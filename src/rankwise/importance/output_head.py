@@ -20,7 +20,15 @@ from rankwise._internals.batches import (
     tensors_in,
     to_device,
 )
-from rankwise._internals.forward import AddedHook, Change, config_value, device_of, run_model, vocabulary
+from rankwise._internals.forward import (
+    AddedHook,
+    Change,
+    config_value,
+    device_of,
+    out_of_memory,
+    run_model,
+    vocabulary,
+)
 from rankwise._internals.torch_private import is_compiled, preserve_state
 from rankwise.errors import first_line
 
@@ -140,14 +148,16 @@ def first_pass(model: nn.Module, batch: Batch, seed: int | None = 0) -> FirstPas
     return FirstPass(inputs, original, output, calls)
 
 
-def find_head(model: nn.Module, first: FirstPass, logits: Float[Tensor, "B T V"]) -> OutputHead | str:
+def find_head(model: nn.Module, first: FirstPass, read: Callable[[Any], Tensor]) -> OutputHead | str:
     """Return the output head of a model, by trial on its first pass. If none is found, return the reason.
 
-    Rows of the last modules' inputs, in reverse order and only half of them, must have the model's logits.
-    Then the model must have the same states without labels and with logits of one token.
+    ``read`` returns the logits (B, T, V) of an output. Rows of the last modules' inputs, in reverse order and
+    only half of them, must have the model's logits. Then the model must have the same states without labels,
+    and the logits that it returns for one token must be those of the head bit by bit.
     """
     if any(map(is_compiled, model.modules())):
         return "the model is compiled"
+    logits = read(first.output)
     rows = logits.flatten(0, 1).detach()
     count = min(max(1, len(rows) // 2), max(2, CHUNK // rows.shape[1]))
     chosen = torch.linspace(len(rows) - 1, 0, count).long().to(rows.device)
@@ -165,10 +175,15 @@ def find_head(model: nn.Module, first: FirstPass, logits: Float[Tensor, "B T V"]
                     if again.shape != rows.shape or not _same(again, rows, states.shape[-1]):
                         continue
                     trial = head.run(model, to_device(first.inputs, device_of(model)))
+                    first_token = head.after(module(trial.states[:, :1]))
             except Exception as error:
+                if out_of_memory(error):
+                    raise
                 why = f"{name!r} does not run on some tokens alone: {first_line(error)}"
                 continue
-            if trial.states.shape == states.shape and _same(trial.states, states, 1):
+            same_states = trial.states.shape == states.shape and _same(trial.states, states, 1)
+            # the same product of the same states has the same bits
+            if same_states and torch.equal(first_token.nan_to_num(), read(trial.output).nan_to_num()):
                 return head
             why = "without labels, or with logits of one token, the model computes something else"
     return why

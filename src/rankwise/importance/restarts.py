@@ -68,14 +68,16 @@ class Restarts:
     def check(self, mixers: Iterable[str], run: Callable[[int], object]) -> str:
         """Run each block with all earlier blocks skipped. Return the name of the last block with a mixer.
 
-        ``mixers`` are the names of all mixers. ``run`` runs the model on the batch of a number. Set `why_not`
-        if an output differs from the recorded output, or if the blocks of two batches differ.
+        ``mixers`` are the names of all mixers. ``run`` runs the model on the batch of a number. A pass with
+        other outputs of blocks must have run before, to show values that blocks share. Set `why_not` if an
+        output differs from the recorded output, or if the blocks of two batches differ.
         """
         number, outputs = next(iter(self._outputs.items()), (0, {}))
         if any(list(outputs) != list(others) for others in self._outputs.values()):
             self.why_not = self.why_not or "other blocks run in other batches"
         self._last = max((self._place(outputs, mixer) for mixer in mixers), default=0)
-        for name in outputs if not self.why_not else ():
+        # later blocks first: a block that is run mends what it shares with blocks after it
+        for name in reversed(outputs) if not self.why_not else ():
 
             def leave(call: ModuleCall) -> None:
                 pairs = zip(tensors_in(call.output), tensors_in(outputs[call.name]), strict=True)

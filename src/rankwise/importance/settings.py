@@ -60,6 +60,7 @@ class ImportanceSettings:
         whole_number("`probes`", self.probes, 0, fix="Take 4.")
         if self.tokens is not None:
             whole_number("`tokens`", self.tokens, 1, fix="Take 64, or None for the default.")
+            in_range("`tokens`", self.tokens, "[1, 1e9]", fix="Take 64, or None for the default.")
 
 
 ImportanceOption = bool | Literal["exact"] | ImportanceSettings
