@@ -1,11 +1,12 @@
 """Batches: check, copy, edit and take apart the arguments of a model, and its labels."""
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from typing import Any
 
 import torch
+from jaxtyping import Bool
 from torch import Tensor, nn
 
 from rankwise._internals.torch_private import like
@@ -165,6 +166,28 @@ def without_logits(model: nn.Module, batch: Any) -> Any:
     """
     asks = isinstance(batch, Mapping) and not {"logits_to_keep", *LABELS} & batch.keys()
     return {**batch, "logits_to_keep": 1} if asks and can_leave_out_logits(model) else batch
+
+
+def real_tokens(batch: Batch, shape: Sequence[int], decoder: bool = False) -> Bool[Tensor, "B *T"]:
+    """Return the mask of real tokens in a batch. All tokens are real if the batch has no mask of the shape.
+
+    With ``decoder`` the decoder's mask is used, because the encoder's mask does not apply to its outputs.
+    """
+    mask = tensors_of(batch).get("decoder_attention_mask" if decoder else "attention_mask")
+    if mask is not None and tuple(mask.shape) == tuple(shape):
+        return mask.bool()
+    return torch.ones(*shape, dtype=torch.bool)
+
+
+def token_ids(batch: Batch, name: str = "input_ids") -> Tensor | None:
+    """Return token ids (B, T): `name` of a dict or first integer matrix of a tuple. Return None if absent."""
+    tensors = tensors_of(batch)
+    if name in tensors:
+        return tensors[name]
+    if isinstance(batch, Mapping):
+        return None
+    integers = (tensor for tensor in tensors.values() if tensor.dim() == 2 and not tensor.is_floating_point())
+    return next(integers, None)
 
 
 def _parameters(model: nn.Module) -> list[inspect.Parameter]:

@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor, nn
 
+from rankwise._internals.batches import real_tokens
 from rankwise._internals.forward import AddedHook, Change, Progress
 from rankwise._internals.linalg import as_float64
 from rankwise.compression.kv_find import layer_weight
@@ -26,7 +27,7 @@ from rankwise.compression.records import LatentRank
 from rankwise.compression.trials import Job, Solution, check_tokens
 from rankwise.errors import CompressionError
 from rankwise.importance.loss_choice import choose_loss
-from rankwise.importance.losses import Loss, LossBatch, real_tokens, token_logits
+from rankwise.importance.losses import Loss, LossBatch, token_logits
 from rankwise.importance.output_head import first_pass
 from rankwise.importance.settings import ImportanceSettings
 from rankwise.tracing import record_calls

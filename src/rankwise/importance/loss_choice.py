@@ -8,7 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rankwise._internals.batches import LABELS, Batch, drop_unused_labels, label_position
+from rankwise._internals.batches import (
+    LABELS,
+    Batch,
+    drop_unused_labels,
+    label_position,
+    real_tokens,
+    token_ids,
+)
 from rankwise._internals.forward import config_value, eval_mode
 from rankwise.errors import InputError
 from rankwise.importance.losses import (
@@ -25,8 +32,6 @@ from rankwise.importance.losses import (
     logits_of,
     loss_of,
     named_tensor,
-    real_tokens,
-    token_ids,
 )
 from rankwise.importance.output_head import CHUNK, FirstPass, OutputHead, find_head, first_pass
 from rankwise.importance.settings import FEW_TOKENS, MANY_CLASSES, ImportanceSettings, LossName

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rankwise._internals.batches import Batch, drop_unused_labels, tensors_in, tensors_of, to_device
+from rankwise._internals.batches import Batch, drop_unused_labels, real_tokens, tensors_in, to_device
 from rankwise._internals.forward import device_of, eval_mode, run_model
 from rankwise._internals.linalg import as_float64
 from rankwise.errors import InputError
@@ -93,28 +93,6 @@ def results_of(output: Any) -> dict[str, list[Tensor]]:
 
 def _batched(value: Any) -> list[Tensor]:
     return [tensor for tensor in tensors_in(value) if tensor.is_floating_point() and tensor.dim() > 1]
-
-
-def real_tokens(batch: Batch, shape: Sequence[int], decoder: bool = False) -> Bool[Tensor, "B *T"]:
-    """Return the mask of real tokens in a batch. All tokens are real if the batch has no mask of the shape.
-
-    With ``decoder`` the decoder's mask is used, because the encoder's mask does not apply to its outputs.
-    """
-    mask = tensors_of(batch).get("decoder_attention_mask" if decoder else "attention_mask")
-    if mask is not None and tuple(mask.shape) == tuple(shape):
-        return mask.bool()
-    return torch.ones(*shape, dtype=torch.bool)
-
-
-def token_ids(batch: Batch, name: str = "input_ids") -> Tensor | None:
-    """Return token ids (B, T): `name` of a dict or first integer matrix of a tuple. Return None if absent."""
-    tensors = tensors_of(batch)
-    if name in tensors:
-        return tensors[name]
-    if isinstance(batch, Mapping):
-        return None
-    integers = (tensor for tensor in tensors.values() if tensor.dim() == 2 and not tensor.is_floating_point())
-    return next(integers, None)
 
 
 def real_outputs(output: Any, batch: Batch, values: Tensor) -> Bool[Tensor, "B *T"]:

@@ -10,14 +10,13 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from rankwise._internals.batches import Batch, tensors_in, tensors_of
+from rankwise._internals.batches import Batch, real_tokens, tensors_in, tensors_of
 from rankwise._internals.forward import Change, run_model
 from rankwise._internals.linalg import as_float64, float64_device
 from rankwise._internals.records import grouped
 from rankwise._internals.torch_private import without_forward_hooks
 from rankwise.auditing.error_hints import batch_errors
 from rankwise.errors import SkipError
-from rankwise.importance.losses import real_tokens
 from rankwise.skips.hook_places import SkipPlace, find_places, skip_places
 from rankwise.skips.hooks import SkipHook
 from rankwise.skips.lambda_skip import LambdaSkip
