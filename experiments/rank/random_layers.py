@@ -9,10 +9,10 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
+from rankwise.measures import numerical_rank
 from rankwise.plan.planner import saturation
 from rankwise.plan.ranks import RandomHead, count_winners
 from rankwise.theory import rank_barrier
-from rankwise.theory.random_heads import rank_of_stochastic
 
 HEADS = 8
 """Not D/K: the rebuttal's widths are not multiples of K = 3."""
@@ -40,7 +40,7 @@ def head_rank(query: Float[Tensor, "T K"], key: Float[Tensor, "T K"], temperatur
     if temperature == 0:
         return count_winners(query, key)
     scores = query.double() @ key.double().mT / (temperature * math.sqrt(query.shape[-1]))
-    return rank_of_stochastic(scores.softmax(-1), 0.01)
+    return int(numerical_rank(scores.softmax(-1), 0.01))
 
 
 def layer_ranks(

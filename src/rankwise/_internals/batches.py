@@ -164,8 +164,8 @@ def without_logits(model: nn.Module, batch: Any) -> Any:
 
     An audit reads no logits, which take most of the time and memory of small models with many words.
     """
-    asks = isinstance(batch, Mapping) and not {"logits_to_keep", *LABELS} & batch.keys()
-    return {**batch, "logits_to_keep": 1} if asks and can_leave_out_logits(model) else batch
+    is_free = isinstance(batch, Mapping) and not {"logits_to_keep", *LABELS} & batch.keys()
+    return {**batch, "logits_to_keep": 1} if is_free and can_leave_out_logits(model) else batch
 
 
 def real_tokens(batch: Batch, shape: Sequence[int], decoder: bool = False) -> Bool[Tensor, "B *T"]:

@@ -15,7 +15,7 @@ from rankwise.importance.records import HeadImportance, ImportanceRecord, Remova
 CAUTION = "sort heads roughly and can fall far short of large costs"
 HEAD_CAUTION = (
     f"estimates of second order {CAUTION}. Their Spearman correlation with exact costs is 0.79 to 0.99 on "
-    'three models; importance "exact" states it for this model'
+    'four models; importance "exact" states it for this model'
 )
 BLOCK_CAUTION = "an order at most: removing a block is a large change, and estimates can fall far short of it"
 ENTROPY = "the entropy of the predictions"

@@ -107,7 +107,8 @@ def audit(
             True removes heads and blocks one by one, or beyond 100 of them estimates the losses from
             gradients. "exact" does both.
             `rankwise.importance.ImportanceSettings` has more options, such as the loss.
-        loss: also measure the loss of the model, as ``audit.importance.value``, by one more forward pass.
+        loss: also measure the loss of the model, as ``audit.importance.value``, by one more forward pass per
+            batch, and two of the first.
         at_init: audit copies of the model at initialization on the same batches, one at a time. True for
             three seeds, a number of seeds, or a function that builds the model from a seed, for models that
             `reinitialized` cannot build. Each copy costs one audit and the memory of the model.

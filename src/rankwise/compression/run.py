@@ -94,7 +94,7 @@ def compress(
         held_out: data on which the costs are measured; the calibration data by default.
         time: if True, measure seconds per decoding step, or per pass, before and after.
         seed: random seed of calibration and of sampled labels.
-        on_progress: function called with each step in words, and the finished share of such steps, or NaN.
+        on_progress: function called with each step in words, and the finished share of these steps, or NaN.
 
     Raises:
         CompressionError: if a part is unknown or has two targets, a target is out of range, the model does

@@ -74,10 +74,11 @@ def measure_importance(
     it. ∂L/∂ξ_h is 0 if the loss measures the change of the output.
     Range: costs have the unit of the loss; below 0 the model is better without the head. A set of heads is
     chosen on every second sequence, and its cost is stated on the other half.
-    Cost: one forward pass of the first batch, and one forward pass per batch for the loss. Estimates need
-    ``1 + probes`` backward passes per batch for all heads together, exact costs one forward pass per head and
-    block, which runs only the blocks from the head on, about half of them. The settings decide, or the number
-    of passes. The removable set needs log2 of the number of heads, and at most 8 more.
+    Cost: two forward passes of the first batch (the second finds the output head), and one forward pass per
+    batch for the loss. Estimates need ``1 + probes`` backward passes per batch for all heads together, exact
+    costs one forward pass per batch for each head and block, which runs only the blocks from the head on,
+    about half of them; both together need one more forward pass per batch. The settings decide, or the number
+    of passes. The removable set needs log2 of the number of heads passes per batch, and at most 8 more.
     Source: gates as in Michel, Levy, Neubig, "Are Sixteen Heads Really Better than One?", 2019; second order
     as in LeCun, Denker, Solla, "Optimal Brain Damage", 1990.
 
@@ -183,7 +184,7 @@ def ablation_cost(
 ) -> AblationCost:
     """Return the loss of a model without a set of heads, and the increase of the loss.
 
-    Cost: two forward passes per batch, and one more of the first batch.
+    Cost: two forward passes per batch, and two more of the first batch.
 
     Arguments are as in `measure_importance`. Use other batches to check the choice of heads. ``heads`` are
     addresses, as in the removable set. Raise `InputError` if the model lacks one of the heads, or in the
@@ -271,17 +272,15 @@ def _start(
 def _choose_method(passes: GatedPasses) -> tuple[ImportanceSettings, str]:
     """Return settings that request exact costs or estimates, and the reason.
 
-    Costs are exact if they take at most `FEW_PASSES` forward passes, or no more than estimates. Both are
-    counted per batch, without the passes that both need. A pass without a head counts as half a forward pass,
-    because it restarts at the block of the head. A backward pass counts as one: it computes no gradients of
-    weights. On Gemma 3 270M it takes 0.8 of a forward pass, and to draw its projection 0.3.
+    Costs are exact if they take at most `FEW_PASSES` forward passes per batch, without the passes that
+    estimates need as well. A pass without a head counts as half: it restarts at the block of the head.
     """
     settings = passes.settings
     if not settings.estimates:
         return replace(settings, exact=False), ""
     backward = passes.probes + (not passes.loss.compares_outputs)
     halves = math.ceil(passes.removals / 2)
-    exact = halves <= max(FEW_PASSES, backward)
+    exact = halves <= FEW_PASSES
     reason = (
         f"{'exact' if exact else 'estimated'}, because removing each of {passes.removals} heads and blocks "
         f"takes about {halves} forward passes per batch, and costs are exact up to {FEW_PASSES}; estimates "

@@ -348,7 +348,6 @@ class GatedPasses:
                 raise NotDifferentiableError(self.model, "its loss has no gradient")
             incomplete = incomplete_gates(graph_nodes(scalar.grad_fn), every)
             gradients = torch.autograd.grad(scalar, every, retain_graph=True, allow_unused=True)
-            del scalar  # a projection has the size of the logits: release it before the next is drawn
             self.backward += 1
             owners = [
                 self.heads.setdefault(self.mixers[key][0], GateSums(gate.shape[1]))

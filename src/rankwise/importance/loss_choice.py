@@ -54,12 +54,13 @@ def model_loss(
 ) -> Loss:
     """Return the loss that fits a model, its batches and its output on the first batch.
 
-    Cost: one forward pass of the first batch.
+    Cost: two forward passes of the first batch, or of its first sequence if the logits are large; more if
+    several modules could be the output head.
 
     Args:
         model: any module.
         batches: batches as for `rankwise.audit`.
-        settings: settings of importance, of which only ``loss``, ``mask_token`` and ``seed`` are read.
+        settings: settings of importance: ``loss``, ``mask_token``, ``tokens`` and ``seed`` are read.
 
     Raises:
         InputError: if the named loss does not fit the model, or labels of a batch do not.

@@ -36,7 +36,8 @@ CHUNK = 2**23
 """Number of logits that are computed at once: 32 MiB in float32."""
 LAST_CALLS = 16
 """Number of module calls at the end of a pass among which the output head is looked for."""
-Elementwise = Callable[[Tensor], Tensor]
+RowFunction = Callable[[Tensor], Tensor]
+"""Function of rows, such as states (N, D) or logits (N, V)."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class TokenLogits:
     """
 
     states: Float[Tensor, "B T D"]
-    of_rows: Elementwise
+    of_rows: RowFunction
     """Function from states (N, D) to logits (N, V)."""
     classes: int
     output: Any = None
@@ -85,7 +86,7 @@ class OutputHead:
     """Module that turns the states of each token into logits, and an elementwise function after it."""
 
     name: str
-    after: Elementwise
+    after: RowFunction
     classes: int
 
     def run(self, model: nn.Module, batch: Batch, seed: int | None = 0) -> TokenLogits:
@@ -101,7 +102,7 @@ class OutputHead:
         (of_tokens,) = states
         return TokenLogits(of_tokens, self.of_rows(head), self.classes, output)
 
-    def of_rows(self, head: nn.Module) -> Elementwise:
+    def of_rows(self, head: nn.Module) -> RowFunction:
         """Return the function from rows of states to rows of logits."""
 
         def logits(rows: Tensor) -> Tensor:
@@ -127,10 +128,10 @@ def first_pass(model: nn.Module, batch: Batch, seed: int | None = 0) -> FirstPas
     inputs = drop_unused_labels(model, batch)[0]
     tensors = tensors_in(batch)
     longest = max((tensor.numel() for tensor in tensors if tensor.dim() == 2), default=0)
-    cuttable = isinstance(batch, Mapping) and {len(tensor) for tensor in tensors if tensor.dim()} == {
+    is_cuttable = isinstance(batch, Mapping) and {len(tensor) for tensor in tensors if tensor.dim()} == {
         batch_size(batch)
     }
-    if cuttable and longest * vocabulary(model) > CHUNK:
+    if is_cuttable and longest * vocabulary(model) > CHUNK:
         inputs, original = first_sequences(inputs, 1), first_sequences(batch, 1)
     names = {module: name for name, module in model.named_modules() if name}
     calls: deque[tuple[str, Tensor]] = deque(maxlen=LAST_CALLS)
@@ -204,10 +205,10 @@ def without_labels(model: nn.Module, batch: Any) -> Any:
     return batch[:-1] if isinstance(batch, tuple | list) and place == len(batch) - 1 else batch
 
 
-def _functions(model: nn.Module) -> list[Elementwise]:
+def _functions(model: nn.Module) -> list[RowFunction]:
     """Return the functions that may follow the output head, as models of transformers define them."""
     text = getattr(getattr(model, "config", None), "get_text_config", lambda: None)()
-    functions: list[Elementwise] = []
+    functions: list[RowFunction] = []
     if (cap := config_value(text, "final_logit_softcapping")) is not None:
         functions.append(lambda logits: torch.tanh(logits / cap) * cap)
     if (factor := config_value(text, "logit_scale", "lm_head_multiplier")) is not None:

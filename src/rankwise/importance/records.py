@@ -127,7 +127,7 @@ class ImportanceRecord(Record):
     forward: Count = 0
     backward: Count = 0
     """Number of backward passes, each of one batch. `forward` is the number of forward passes, also of passes
-    that run only some blocks."""
+    that run only some blocks, without the pass that finds the output head."""
     notes: list[str] = Field(default_factory=list)
 
     @property

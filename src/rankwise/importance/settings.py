@@ -32,7 +32,7 @@ class ImportanceSettings:
         loss: a name in `rankwise.importance.LOSSES`, or a function of (output, batch). The function cannot
             read attributes that a run writes into the model, because they are restored before.
         probes: random projections of the output per batch for the curvature, one backward pass each.
-        seed: random seed of projections and masked tokens.
+        seed: random seed of projections, masked tokens and tokens that are read.
         mask_token: id of the mask token, for masked language models.
         tokens: largest number of tokens of each sequence at which the loss is read, drawn at random among
             tokens with labels, the same in every pass. None reads all if the model has at most 32,000

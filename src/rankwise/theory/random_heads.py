@@ -186,11 +186,3 @@ def singular_values_of_stochastic(
     eigenvalues = torch.linalg.eigvalsh(smaller @ smaller.mT).numpy()
     least = math.sqrt(64 * max(matrix.shape) * float(np.finfo(np.float64).eps) * size)
     return np.sqrt(np.maximum(eigenvalues, 0)), least
-
-
-def rank_of_stochastic(matrix: Float64[Tensor, "T S"], delta: float) -> int:
-    """Return the number of singular values ≥ δ of a non-negative matrix; an SVD is computed if δ is tiny."""
-    values, least = singular_values_of_stochastic(matrix, precise=False)
-    if delta < least:
-        values, _ = singular_values_of_stochastic(matrix, precise=True)
-    return int((values >= delta).sum())
