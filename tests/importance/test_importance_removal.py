@@ -314,7 +314,7 @@ def test_a_model_without_gradients_is_refused_unless_heads_are_removed_one_by_on
 
 @pytest.mark.parametrize(("probes", "few"), [(3, 5), (3, 4), (9, 4)])
 def test_the_method_with_few_passes_is_chosen_and_the_record_says_why(probes, few, monkeypatch):
-    """Eight heads and two blocks are 10 passes that restart and count as half, however many passes estimates take."""
+    """Eight heads and two blocks are 10 passes that restart and count as half, whatever estimates take."""
     monkeypatch.setattr("rankwise.importance.ablation.FEW_PASSES", few)
     model, batches = language_model(), [{"input_ids": ids()}, {"input_ids": ids(seed=2)}]
     settings = ImportanceSettings(probes=probes, tolerance=None)
