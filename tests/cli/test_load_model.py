@@ -79,9 +79,12 @@ def test_weights_beyond_half_of_the_free_memory_stay_on_the_disk_and_are_read_on
     importance = run(*common, *spread, "--importance", "estimate", "--out", "refused").exception
     said = r"LlamaForCausalLM: expected weights in memory \(0\.0 GB\), got offloaded weights"
     assert re.search(said, str(importance))
+    assert run(*common, "--importance", "estimate", "--out", "in-memory").exit_code == 0
     monkeypatch.setattr("rankwise.cli.load_model.free_memory", lambda device: 30_000)
     little = run(*common, *spread, "--out", "little").exception
     assert "memory: expected 0.0 GB for the largest weight" in str(little)
+    assert "use --dtype bfloat16" in str(little)
+    assert run(*common, *spread, "--dtype", "bfloat16", "--out", "half").exit_code == 0
 
 
 def test_a_full_disk_and_an_offload_folder_without_use_are_named(folder, tmp_path, monkeypatch) -> None:

@@ -183,5 +183,8 @@ def test_the_command_measures_importance(tmp_path):
     assert "takes about 2 forward passes per batch" in audit.importance.choice
     alone = CliRunner().invoke(app, ["audit", f"{source}:build", *chosen, "--importance-tokens", "7"])
     assert "--importance-tokens: expected --importance next to it" in str(alone.exception)
+    both = ["audit", f"{source}:build", *chosen, "--importance", "--importance-tokens", "7"]
+    assert CliRunner().invoke(app, both).exit_code == 0
+    assert rw.Audit.load(tmp_path / "out").importance.tokens == 7
     wrong = CliRunner().invoke(app, ["audit", f"{source}:build", *chosen, "--importance=exactly"])
     assert "did you mean exact" in str(wrong.exception).lower()

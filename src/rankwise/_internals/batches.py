@@ -153,10 +153,15 @@ def drop_unused_labels(model: nn.Module, batch: Any) -> tuple[Any, str]:
     return batch, ""
 
 
+def output_embedding(model: nn.Module) -> nn.Module | None:
+    """Return the output embedding of a model of transformers. Return None if there is none."""
+    find_head: Callable[[], nn.Module | None] = getattr(model, "get_output_embeddings", lambda: None)
+    return find_head()
+
+
 def can_leave_out_logits(model: nn.Module) -> bool:
     """Return True if a model of transformers can compute the logits of some tokens alone."""
-    find_head: Callable[[], Any] = getattr(model, "get_output_embeddings", lambda: None)
-    return "logits_to_keep" in argument_names(model) and isinstance(find_head(), nn.Linear)
+    return "logits_to_keep" in argument_names(model) and isinstance(output_embedding(model), nn.Linear)
 
 
 def without_logits(model: nn.Module, batch: Any) -> Any:

@@ -15,7 +15,14 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from rankwise._internals.batches import Batch, map_leaves, second_argument, takes_dict, tensors_in
+from rankwise._internals.batches import (
+    Batch,
+    map_leaves,
+    output_embedding,
+    second_argument,
+    takes_dict,
+    tensors_in,
+)
 from rankwise._internals.torch_private import like, original_of, preserve_state, set_attribute
 from rankwise.errors import InputError, RankwiseError, first_line
 
@@ -39,8 +46,7 @@ def config_value(source: Any, *names: str, default: Any = None) -> Any:
 
 def vocabulary(model: nn.Module) -> int:
     """Return the number of rows of the output embedding of a transformers model. Return 0 if unknown."""
-    find_head: Callable[[], Any] = getattr(model, "get_output_embeddings", lambda: None)
-    weight = getattr(find_head(), "weight", None)
+    weight = getattr(output_embedding(model), "weight", None)
     return len(weight) if isinstance(weight, Tensor) else 0
 
 
