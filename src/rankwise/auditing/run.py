@@ -298,6 +298,7 @@ class Run:
     def _for_copy(self, copies: int) -> AuditSettings:
         """Return the settings for auditing a copy, without steps that only the model itself needs."""
         left_out: dict[str, Any] = dict.fromkeys(("tokenizer", "maps", "importance", "at_init"))
+        left_out["provenance"] = {"weights_digest": ""}  # only the statistics of a copy are read
         finished = len(self.copies)
 
         def on_progress(step: str, done: float) -> None:

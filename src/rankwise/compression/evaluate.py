@@ -90,7 +90,7 @@ def compare_outputs(model: nn.Module, batches: list[Any], changes: list[Change])
         if count < SEQUENCES:
             compared.append(first_sequences(batch, SEQUENCES - count))
             count += batch_size(compared[-1])
-    total = tokens = moved = size = 0.0
+    total = tokens = changed = whole = 0.0
     with torch.no_grad():
         with original(changes):
             first, settings = first_pass(model, compared[0]), ImportanceSettings(loss="output")
@@ -108,14 +108,14 @@ def compare_outputs(model: nn.Module, batches: list[Any], changes: list[Change])
                 return torch.stack((change.square().sum(1), y.square().sum(1)), 1)
 
             sums = new.by_rows(squares, real, old.rows(real)).sum(0)
-            moved, size = moved + float(sums[0]), size + float(sums[1])
+            changed, whole = changed + float(sums[0]), whole + float(sums[1])
             if isinstance(loss, DivergenceLoss):
                 losses = loss.read(after, replace(batch, reference_output=loss.keep(before, batch)))
                 total, tokens = total + float(losses.total.sum()), tokens + float(losses.count.sum())
     is_kl = isinstance(loss, DivergenceLoss)
     return {
         "output_kl": max(total, 0.0) / max(tokens, 1e-300) if is_kl else math.nan,  # KL < 0 is rounding
-        "output_error": math.sqrt(moved / max(size, 1e-300)),
+        "output_error": math.sqrt(changed / max(whole, 1e-300)),
     }
 
 

@@ -99,8 +99,8 @@ def choose_loss(
         loss.chance = math.log(logits_of(first.output).shape[-1])
     if isinstance(loss, LabelLoss | DivergenceLoss):
         logits = logits_of(first.output)
-        many = sampled and logits.shape[-1] > MANY_CLASSES
-        loss.positions, loss.seed = settings.tokens or (FEW_TOKENS if many else None), settings.seed
+        has_many = sampled and logits.shape[-1] > MANY_CLASSES
+        loss.positions, loss.seed = settings.tokens or (FEW_TOKENS if has_many else None), settings.seed
         head = find_head(model, first, logits_of) if logits.dim() == 3 else None
         if isinstance(head, OutputHead):
             loss.head = head

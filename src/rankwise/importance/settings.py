@@ -9,8 +9,9 @@ from rankwise.importance.losses import LossFunction
 LossName = Literal["auto", "causal", "masked", "encoder-decoder", "labels", "own", "output"]
 LOSSES: tuple[LossName, ...] = get_args(LossName)
 """Names of the losses that `ImportanceSettings` accepts."""
-MANY_CLASSES, FEW_TOKENS = 32_000, 64
-"""Number of classes above which the loss is read at a few tokens of each sequence, and their number."""
+MANY_CLASSES = 32_000
+"""Number of classes above which the loss is read at `FEW_TOKENS` tokens of each sequence."""
+FEW_TOKENS = 64
 
 
 @dataclass(frozen=True, kw_only=True)

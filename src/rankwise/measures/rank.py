@@ -149,7 +149,7 @@ def effective_rank(op: Mixing) -> Float64[Tensor, "*batch"]:
     Range: [1, min(T, S)], at least the stable rank. It is 1 if M has rank 1, and min(T, S) if all singular
     values are equal. Independent of the scale of the matrix. NaN for a matrix with NaN or infinity.
     Cost: the cost of `rank_summary`.
-    Numerics: eigenvalues of M Mᵀ with the bound of `rank_summary`, or the SVD. No head changed by over 1e-4.
+    Numerics: eigenvalues of M Mᵀ with the bound of `rank_summary`, or the SVD.
     Source: O. Roy and M. Vetterli, "The effective rank: a measure of effective dimensionality", EUSIPCO 2007.
 
     Examples:
