@@ -88,7 +88,7 @@ def command(
     from rankwise.cli.load_data import check_data
     from rankwise.cli.load_model import load_model
     from rankwise.compression.run import compress, part_targets
-    from rankwise.compression.save import RECORD, loading_line, save_compressed, structure_of
+    from rankwise.compression.save import RECORD, is_changed, loading_line, save_compressed
     from rankwise.report.compression_report import compression_document
     from rankwise.skips.save import FACTS, NUMBERS
 
@@ -128,7 +128,7 @@ def command(
             update={"model": subject.name, "about": about, "notes": [*record.notes, *subject.notes, *notes]}
         )
         subject.restore_use_cache()
-        if not structure_of(subject.model).changes:
+        if not is_changed(subject.model):
             raise CompressionError(
                 f"model {subject.name}",
                 expected="something to remove",

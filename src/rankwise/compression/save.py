@@ -48,6 +48,8 @@ transformers, pass a new one: `rankwise.load_compressed(folder, model=Own())`.
 Do not set `ignore_mismatched_sizes=True`, as an error of transformers may advise: the compressed weights
 would be random.
 """
+PLAIN = "_changed_configuration"
+"""Attribute of a model whose changed configuration describes some of its changes, or all of them."""
 KEY = "quantization_config"
 """Field of a configuration that names the class that prepares the empty model."""
 
@@ -157,16 +159,26 @@ def check_config(model: PreTrainedModel) -> None:
             ) from error
 
 
+def new_of_class(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a new model of the class and the configuration of a model, without memory for weights."""
+    with torch.device("meta"), preserve_random_state(model), initialization.meta_device_safe_creation_ops():
+        return type(model)(copy.deepcopy(model.config))
+
+
+def is_changed(model: nn.Module) -> bool:
+    """Return True if a model has changes, in its structure or in its configuration."""
+    return bool(structure_of(model).changes) or hasattr(model, PLAIN)
+
+
 def _expected_weights(model: PreTrainedModel, structure: Structure) -> dict[str, Tensor]:
     """Return the weights of a model. Raise `CompressionError` if a new model of its class lacks a weight."""
     state = model.state_dict()
-    with torch.device("meta"), preserve_random_state(model), initialization.meta_device_safe_creation_ops():
-        try:
-            new = type(model)(copy.deepcopy(model.config))
-        except TypeError:  # the class needs arguments that only `load_compressed` gets
-            return state
-        with rebuilt(new, structure):
-            names = set(new.state_dict())
+    try:
+        new = new_of_class(model)
+    except TypeError:  # the class needs arguments that only `load_compressed` gets
+        return state
+    with torch.device("meta"), preserve_random_state(model), rebuilt(new, structure):
+        names = set(new.state_dict())
     if extra := state.keys() - names:
         raise CompressionError(
             f"model {type(model).__name__}",
@@ -180,8 +192,9 @@ def _expected_weights(model: PreTrainedModel, structure: Structure) -> dict[str,
 def save_compressed(model: nn.Module, folder: str | Path, record: Compression | None = None) -> Path:
     """Write a compressed model and its record into a new or empty folder; return the folder.
 
-    Models of transformers are written by their ``save_pretrained``, which also works alone: the structure is
-    in ``config.json``. Other modules are written as ``model.safetensors`` and ``structure.json``.
+    A model that its changed configuration describes is written as a plain checkpoint. Other models of
+    transformers are written by their ``save_pretrained``, which also works alone: the structure is in
+    ``config.json``. Other modules are written as ``model.safetensors`` and ``structure.json``.
     Example: `load_compressed`.
 
     Raises:
@@ -189,7 +202,7 @@ def save_compressed(model: nn.Module, folder: str | Path, record: Compression | 
         InputError: if the folder has files, or cannot be written.
     """
     folder, structure = Path(folder), structure_of(model)
-    if not structure.changes:
+    if not is_changed(model):
         raise CompressionError(
             f"model {type(model).__name__}",
             expected="a compressed model",
@@ -207,7 +220,8 @@ def save_compressed(model: nn.Module, folder: str | Path, record: Compression | 
         else:
             save_model(model, str(new / WEIGHTS))
             (new / STRUCTURE).write_text(structure.model_dump_json(), encoding="utf-8")
-        (new / "README.md").write_text(README, encoding="utf-8")
+        if structure.changes:
+            (new / "README.md").write_text(README, encoding="utf-8")
         if record is not None:
             record.save(new / RECORD)
 
@@ -298,6 +312,8 @@ def _known_class(name: str) -> Any:
 def loading_line(model: nn.Module, folder: str, source: str) -> str:
     """Return the line of Python that loads a compressed model. `source` says how the original was built."""
     quoted, kind = json.dumps(folder, ensure_ascii=False), type(model)
+    if isinstance(model, PreTrainedModel) and not structure_of(model).changes:
+        return f"model = {kind.__name__}.from_pretrained({quoted})   # plain: Rankwise is not needed"
     if not isinstance(model, PreTrainedModel):
         return f"model = rankwise.load_compressed({quoted}, model)   # model: new, as built by {source}"
     if _known_class(kind.__name__) is kind:

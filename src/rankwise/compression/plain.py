@@ -1,0 +1,93 @@
+"""Changes after which the class of a model and its configuration alone describe the model.
+
+Such a model is saved as a plain checkpoint, which loads anywhere.
+"""
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from rankwise._internals.forward import Change
+from rankwise.compression.evaluate import is_decoder
+from rankwise.compression.save import PLAIN, new_of_class, pretrained_models, rebuilt, structure_of
+from rankwise.compression.trials import at_once_and_in_halves, main_output, relative_error
+from rankwise.errors import CompressionError, first_line
+
+
+def change_configs(model: nn.Module, layers: Iterable[str], edit: Callable[[str, Any], None]) -> Change:
+    """Return the change that gives a model edited copies of the configurations that some layers read.
+
+    `edit` gets the name of a module and its configuration: once for each configuration that a layer reads,
+    and for each outermost model, whose configuration is saved. T5 has a further copy for each stack.
+    """
+    configs = {name: module.config for name, module in model.named_modules() if hasattr(module, "config")}
+    copies: dict[int, Any] = {}  # modules that share a configuration share its copy
+    new = {name: copy.deepcopy(config, copies) for name, config in configs.items()}
+    edited = [*_outermost(model), *(name for name in layers if name in new)]
+    for name in {id(new[name]): name for name in reversed(edited)}.values():
+        edit(name, new[name])
+    attributes: dict[str, dict[str, Any]] = {name: {"config": config} for name, config in new.items()}
+    attributes.setdefault("", {})[PLAIN] = True
+    return Change(model, attributes=attributes)
+
+
+def check_plain(model: nn.Module, batch: Any) -> None:
+    """Raise `CompressionError` unless a new model of the same class and configuration equals a changed model.
+
+    The new model gets the weights and buffers of the changed model, without a copy. It must have the same
+    names and shapes, and return the same outputs, also with a cache.
+    """
+    halves = is_decoder(model) and isinstance(batch, dict) and "input_ids" in batch
+    run = at_once_and_in_halves if halves else lambda model, batch: [main_output(model, batch)]
+    reason = "" if _outermost(model) else f"{type(model).__name__}, which no configuration describes"
+    try:
+        for name in _outermost(model):
+            new = _rebuilt_from_config(model.get_submodule(name))
+            with Change(model, modules={name: new} if name else {}):
+                again = run(model if name else new, batch)
+            for output, before in zip(again, run(model, batch), strict=True):
+                # The same code reads the same memory, so that only atomic sums on a GPU change an output.
+                if not (off := relative_error(output, before)) <= torch.finfo(before.dtype).eps:
+                    reason = f"outputs that are off by {off:.1e}"
+    except (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError) as error:
+        reason = first_line(error)
+    if reason:
+        raise CompressionError(
+            f"model {type(model).__name__}",
+            expected="a model that its class builds from the changed configuration",
+            got=reason,
+            fix="The model is unchanged. Leave out the parts that write plain checkpoints.",
+        )
+
+
+def _outermost(model: nn.Module) -> list[str]:
+    """Return the names of the outermost models of transformers in a module."""
+    outermost = {id(inner) for inner in pretrained_models(model)}
+    return [name for name, module in model.named_modules() if id(module) in outermost]
+
+
+def _rebuilt_from_config(model: nn.Module) -> nn.Module:
+    """Return a new model of the class and the configuration of a model, which shares its weights and buffers.
+
+    Raise `ValueError` if names or shapes differ.
+    """
+    new = new_of_class(model)
+    with torch.device("meta"), rebuilt(new, structure_of(model)):
+        pass
+    there, built = dict(model.named_modules()), dict(new.named_modules())
+    if differing := there.keys() ^ built.keys():
+        raise ValueError(f"its class builds other modules, such as {min(differing)!r}")
+    for name, module in there.items():
+        for kind in ("_parameters", "_buffers"):
+            old, fresh = getattr(module, kind), getattr(built[name], kind)
+            sizes, expected = (
+                {key: None if tensor is None else tuple(tensor.shape) for key, tensor in tensors.items()}
+                for tensors in (old, fresh)
+            )
+            if sizes != expected:
+                raise ValueError(f"its class builds {name!r} with {expected} instead of {sizes}")
+            fresh.update(old)
+    return new.eval()
