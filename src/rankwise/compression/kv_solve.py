@@ -50,13 +50,14 @@ def solve(job: Job) -> Solution:
     """
     layers, skipped = job.found
     room = check(job)
-    moments = collect_moments(job.model, layers, job.batches, job.seed, job.on_progress)
-    tokens = moments[0].count
-    check_tokens(tokens, max(layer.rank for layer in layers))
-    spectra: list[WeightedSVD] = []
-    for layer, moment in zip(layers, moments, strict=True):
-        job.on_progress(f"factoring keys and values of {layer.module}", len(spectra) / len(layers))
-        spectra.append(weighted_svd(moment.weight, moment.tokens, moment.gradients))
+    if "spectra" not in job.kept:
+        moments = collect_moments(job.model, layers, job.batches, job.seed, job.on_progress)
+        check_tokens(moments[0].count, max(layer.rank for layer in layers))
+        job.kept["spectra"] = []
+        for done, (layer, moment) in enumerate(zip(layers, moments, strict=True)):
+            job.on_progress(f"factoring keys and values of {layer.module}", done / len(layers))
+            job.kept["spectra"].append(weighted_svd(moment.weight, moment.tokens, moment.gradients))
+    spectra: list[WeightedSVD] = job.kept["spectra"]
     nats = [spectrum.nats for spectrum in spectra]
     if room is not None:
         ranks = largest_ranks(nats, room)

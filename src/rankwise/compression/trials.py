@@ -49,6 +49,8 @@ class Job:
     """Steps of Adam per layer."""
     seed: int = 0
     on_progress: Progress = lambda step, done: None
+    kept: dict[str, Any] = field(default_factory=dict)
+    """Statistics that a part keeps for its jobs with other targets, on the same model and data."""
 
 
 @dataclass
