@@ -354,8 +354,8 @@ def _record(
         **measured,
     )
     notes += [
-        f"{row.bits}-bit keys and values cost less, {row.cost.cost:+.4f}, and take {row.cache_bytes:,} bytes of "
-        f"cache: quantize this model's cache instead of using latents."
+        f"{row.bits}-bit keys and values cost less, {row.cost.cost:+.4f}, in {row.cache_bytes:,} bytes: "
+        "quantize the cache of the original instead."
         for row in record.quantized
         if not row.refused and list(solutions) == ["kv"]
         if row.cost.cost < record.worst.cost and row.cache_bytes <= record.cache_bytes_after
