@@ -90,6 +90,8 @@ def find(model: nn.Module, batch: Any) -> Found[Stack]:
                         skipped[stack.block(number)] = reason
                         stack.removable.remove(number)
     stacks = [stack for stack in stacks if stack.removable]
+    if not names:
+        skipped[type(model).__name__] = "no chain of blocks was found"
     check_some(model, stacks, skipped, "a model of transformers that works without some of its blocks")
     return stacks, skipped
 
@@ -132,12 +134,22 @@ def removal(model: nn.Module, stacks: list[Stack], plan: Plan) -> Change:
 
     def edit(name: str, config: Any) -> None:
         for stack, left in kept.items():
-            if name in stack.counters:
-                for field, value in list(vars(config).items()):
-                    if not field.startswith("_"):
-                        new = len(left) if field in stack.counters[name] else _cut(field, value, stack, left)
-                        if new != value:
-                            setattr(config, field, new)
+            if name not in stack.counters:
+                continue
+            of_layers = {int(k): v for k, v in (config.to_dict().get("per_layer_config") or {}).items()}
+            stages = getattr(config, "stage_names", None) or ()
+            for field, value in list(vars(config).items()):
+                if not field.startswith("_"):
+                    new = len(left) if field in stack.counters[name] else _cut(field, value, stack, left)
+                    if new != value:
+                        setattr(config, field, new)
+            if of_layers:
+                config.per_layer_config = {left.index(k): v for k, v in of_layers.items() if k in left}
+            if len(stages) == stack.size + 1:  # names of states, some of which a backbone returns
+                states = [number % len(stages) for number in config.out_indices]
+                config.stage_names = stages[: len(left) + 1]
+                states = [sum(number < state for number in left) for state in states]
+                config.set_output_features_output_indices(None, states)
 
     change = change_configs(model, [name for stack in stacks for name in stack.counters], edit)
     for stack, left in kept.items():
@@ -157,7 +169,8 @@ def _cut(field: str, value: Any, stack: Stack, kept: list[int]) -> Any:
     """Return the value of a field of a configuration for the blocks that are kept."""
     if isinstance(value, list | tuple) and len(value) == stack.size:
         return type(value)(value[number] for number in kept)
-    if isinstance(value, list | tuple) and INDICES.search(field) and {*value} <= {*range(stack.size)}:
+    numbers = range(stack.size)
+    if isinstance(value, list | tuple) and INDICES.search(field) and all(item in numbers for item in value):
         return type(value)(kept.index(number) for number in value if number in kept)
     if isinstance(value, int) and FIRST.search(field):
         return sum(number < value for number in kept)

@@ -90,8 +90,10 @@ def _rebuilt_from_config(model: nn.Module) -> nn.Module:
                 {key: None if tensor is None else tuple(tensor.shape) for key, tensor in tensors.items()}
                 for tensors in (old, fresh)
             )
-            if sizes != expected:
-                raise ValueError(f"its class builds {name!r} with {expected} instead of {sizes}")
+            for key in sizes | expected:
+                shape, other = sizes.get(key, "nothing"), expected.get(key, "nothing")
+                if shape != other:
+                    raise ValueError(f"its class builds {f'{name}.{key}'!r} with {other} instead of {shape}")
             fresh.update(old)
     return new.eval()
 
