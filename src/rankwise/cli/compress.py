@@ -24,8 +24,8 @@ SENTENCE_MODULES = (
 )
 HELP = """Make a trained model smaller, and measure the costs and the savings.
 
-The folder gets the compressed model, compression.json and index.html; the original stays unchanged. Every
-second sequence is used for calibration; costs are measured on the others.
+The folder gets the compressed model, compression.json and index.html; the original stays unchanged. Costs are
+measured on data that are held out: the second half of one text, or every second text or image.
 
 [bold]Examples[/bold]
 
@@ -68,6 +68,14 @@ def command(
     calibration_steps: Annotated[int, typer.Option(min=0, help="Steps of Adam per layer, for width.")] = 0,
     tokens: options.Tokens = 256,
     sequences: Annotated[int, typer.Option(min=1, help="Calibrate on this many, and hold out as many.")] = 32,
+    held_out_tokens: Annotated[
+        int,
+        typer.Option(
+            min=2,
+            help="Measure costs also on held-out windows of this many tokens, or as many as text, model and "
+            "memory allow.",
+        ),
+    ] = 2048,
     batch_size: options.BatchSize = 8,
     time: Annotated[
         bool, typer.Option("--time", help="Measure seconds per decoding step, or per pass, before and after.")
@@ -100,9 +108,9 @@ def command(
     with output.new_folder(out):
         with output.show_progress() as on_progress:
             subject = load_model(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
-            sizes: dict[str, Any] = {"tokens": tokens, "sequences": 2 * sequences}
-            sizes["batch_size"] = 2 * batch_size
-            batches, held_out, notes = _data(subject, sizes, text=text, images=images, dataset=dataset)
+            sizes: dict[str, Any] = {"tokens": tokens, "sequences": sequences, "batch_size": batch_size}
+            data: dict[str, Any] = {"text": text, "images": images, "dataset": dataset}
+            batches, held_out, notes = _data(subject, data, sizes, held_out_tokens)
             record = compress(
                 subject.model,
                 batches,
@@ -161,18 +169,41 @@ def _target(option: str, values: list[str] | None) -> float | dict[str, float] |
     return numbers.get("", numbers or None)
 
 
-def _data(subject: Any, sizes: dict[str, Any], **named: Any) -> tuple[list[Any], list[Any], list[str]]:
-    """Return batches for calibration, batches for measuring costs, and notes on the data."""
+def _data(
+    subject: Any, data: dict[str, Any], sizes: dict[str, Any], longest: int
+) -> tuple[list[Any], list[Any], list[str]]:
+    """Return batches for calibration, batches for measuring costs, and notes on the data.
+
+    Costs of text are also measured on windows of `longest` tokens, or as many as text, model and memory
+    allow, if these are at least twice as long as the windows for calibration.
+    """
+    from rankwise._internals.batches import tensors_in
+    from rankwise.auditing.batches import longest_sequence
     from rankwise.cli.load_data import load_data, split_held_out
 
-    if subject.batches is not None and not any(named.values()):
+    if subject.batches is not None and not any(data.values()):
         every = list(subject.batches)
         half = (len(every) + 1) // 2
         return every[:half], every[half:], []
-    inputs = load_data(subject, **named, **sizes)
-    calibration, held_out = split_held_out(list(inputs.batches))
-    note = "every other sequence was held out" if held_out else "one sequence, none was held out"
-    return calibration, held_out, [f"Data: {inputs.data}; {note}.", *inputs.notes]
+    if data["images"]:
+        doubled = {name: size if name == "tokens" else 2 * size for name, size in sizes.items()}
+        inputs = load_data(subject, **data, **doubled)
+        calibration, held_out = split_held_out(list(inputs.batches))
+        note = "every other sequence was held out" if held_out else "one sequence, none was held out"
+        return calibration, held_out, [f"Data: {inputs.data}; {note}.", *inputs.notes]
+    inputs, others = (load_data(subject, **data, **sizes, half=half) for half in (0, 1))
+    held_out, tokens = list(others.batches), sizes["tokens"]
+    longest = min(longest, longest_sequence(subject.model) or longest)
+    while longest >= 2 * tokens:
+        more: dict[str, Any] = {"sequences": max(4, sizes["sequences"] * tokens // longest)}
+        more |= {"tokens": longest, "batch_size": max(1, sizes["batch_size"] * tokens // longest)}
+        with suppress(InputError):  # the text is too short, or memory too small
+            long = load_data(subject, **data, **more, half=1).batches
+            held_out += [batch for batch in long if tensors_in(batch)[0].shape[1] >= 2 * tokens]
+            break
+        longest //= 2
+    note = "the second half of the text, or every second text, was held out"
+    return list(inputs.batches), held_out, [f"Data: {inputs.data}; {note}.", *inputs.notes]
 
 
 def _copy_side_files(source: str, revision: str, folder: Path) -> list[str]:

@@ -11,20 +11,24 @@ from rankwise._internals import lazy_names
 if TYPE_CHECKING:
     from rankwise.compression.records import (
         BlockRemoval,
+        CacheSize,
         Compression,
         HeadWidth,
         LatentRank,
         LayerCost,
+        WindowCost,
     )
     from rankwise.compression.run import compress
     from rankwise.compression.save import load_compressed, save_compressed
 
 __all__ = [
     "BlockRemoval",
+    "CacheSize",
     "Compression",
     "HeadWidth",
     "LatentRank",
     "LayerCost",
+    "WindowCost",
     "compress",
     "load_compressed",
     "save_compressed",

@@ -18,9 +18,10 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor, nn
 
-from rankwise._internals.batches import real_tokens
-from rankwise._internals.forward import AddedHook, Change, Progress
+from rankwise._internals.batches import real_tokens, to_device
+from rankwise._internals.forward import AddedHook, Change, Progress, device_of
 from rankwise._internals.linalg import as_float64
+from rankwise.compression.evaluate import cache_bytes, cached_layers, reference_tokens
 from rankwise.compression.kv_find import layer_weight
 from rankwise.compression.kv_modules import LatentLayer, latent_change
 from rankwise.compression.records import LatentRank
@@ -44,6 +45,7 @@ def solve(job: Job) -> Solution:
     The ranks of all layers share one target: a share of the cache's bytes, or a tolerance.
     """
     layers, skipped = job.found
+    room = check(job)
     moments = collect_moments(job.model, layers, job.batches, job.seed, job.on_progress)
     tokens = moments[0].count
     check_tokens(tokens, max(layer.rank for layer in layers))
@@ -52,9 +54,8 @@ def solve(job: Job) -> Solution:
         job.on_progress(f"factoring keys and values of {layer.module}", len(spectra) / len(layers))
         spectra.append(weighted_svd(moment.weight, moment.tokens, moment.gradients))
     nats = [spectrum.nats for spectrum in spectra]
-    size = next(job.model.parameters()).element_size()
-    if job.keep is not None:
-        ranks = ranks_for_keep(layers, nats, job.keep, size)
+    if room is not None:
+        ranks = largest_ranks(nats, room)
     else:
         assert job.tolerance is not None, "`compress` gives a share or a tolerance"
         ranks = ranks_for_tolerance(nats, job.tolerance)
@@ -200,33 +201,41 @@ def _roots(moments: Tensor | None, size: int, ridge: float) -> tuple[Tensor, Ten
 # --- ranks -----------------------------------------------------------------------------------------------
 
 
-def ranks_for_keep(
-    layers: list[LatentLayer], nats: list[Float64[Tensor, "_"]], keep: float | int, size: int
-) -> list[int]:
-    """Return the ranks of least KL, at least 1 per layer, for a share `keep` of the bytes of the cache.
+def check(job: Job) -> int | None:
+    """Return how many numbers per token all latents may have for a share to keep; None for a tolerance.
 
-    `size` is bytes per number. Stored token positions count as bytes of the cache. Raise `CompressionError`
-    if `keep` is too small for rank 1.
+    The share refers to the cache of one sequence of `reference_tokens`. Other layers, such as windows, and
+    stored token positions count as bytes of the cache. Raise `CompressionError` if rank 1 needs more.
     """
-    full = size * sum(layer.full for layer in layers)
-    positions = sum(4 for layer in layers if layer.rotary)  # an int32 position has 4 bytes
-    count = int((keep * full - positions) // size)
-    if count < len(layers):
-        least = (positions + size * len(layers)) / full
+    if job.keep is None:
+        return None
+    layers, tokens = job.found[0], reference_tokens(job.model)
+    cache = cached_layers(job.model, to_device(job.batches[0], device_of(job.model)))
+    whole = cache_bytes(cache, tokens)
+    modules: list[Any] = [job.model.get_submodule(layer.module) for layer in layers]
+    own = sum(cache[module.layer_idx].bytes for module in modules)
+    size = own / sum(layer.full for layer in layers)  # bytes per number
+    fixed = whole - tokens * own + tokens * sum(4 for layer in layers if layer.rotary)  # positions are int32
+    room = int((job.keep * whole - fixed) // (tokens * size))
+    if room < len(layers):
+        least = (fixed + tokens * size * len(layers)) / whole
         raise CompressionError(
-            "`keep`", expected=f"at least {least:.3g} of the cache", got=f"{keep:g}", fix="Keep more."
+            "`keep`",
+            expected=f"at least {least:.3g} of the cache of {tokens:,} tokens",
+            got=f"{job.keep:g}",
+            fix=f"Keep more: {1 - tokens * own / whole:.0%} of these bytes belong to layers without latents.",
         )
-    return _largest(nats, count)
+    return room
 
 
 def ranks_for_tolerance(nats: list[Float64[Tensor, "_"]], tolerance: float | int) -> list[int]:
     """Return the least ranks whose removed directions cost at most `tolerance` nats per token in total."""
     worth = torch.cat([values[1:] for values in nats]).sort(descending=True).values
     lost = worth.flip(0).cumsum(0).flip(0)  # lost[n]: nats lost with n directions besides 1 per layer
-    return _largest(nats, len(nats) + int((lost > tolerance).sum()))
+    return largest_ranks(nats, len(nats) + int((lost > tolerance).sum()))
 
 
-def _largest(nats: list[Float64[Tensor, "_"]], count: int) -> list[int]:
+def largest_ranks(nats: list[Float64[Tensor, "_"]], count: int) -> list[int]:
     """Return ranks that take the `count` largest directions of all layers, at least 1 per layer."""
     ranks = [1] * len(nats)
     rest = sorted((-float(value), layer) for layer, values in enumerate(nats) for value in values[1:])

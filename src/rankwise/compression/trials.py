@@ -103,6 +103,12 @@ def find_part(name: str, model: nn.Module, batch: Any) -> Found[Any]:
     return layers
 
 
+def check_part(name: str, job: Job) -> None:
+    """Raise `CompressionError` if a part knows before its work that it cannot reach the target of a job."""
+    module = import_module(f"rankwise.compression.{name}_solve")
+    getattr(module, "check", lambda job: None)(job)
+
+
 def solve_part(name: str, job: Job) -> Solution:
     """Return the solution of a part for the layers that it can change."""
     solution: Solution = import_module(f"rankwise.compression.{name}_solve").solve(job)

@@ -1,11 +1,12 @@
 """Build the report on a compression."""
 
 import math
+from collections.abc import Callable
 
 from rankwise._internals.records import MISSING, format_number
 from rankwise._internals.statistics import mean
 from rankwise.auditing.records import Verdict
-from rankwise.compression.records import Compression, HeadWidth
+from rankwise.compression.records import Compression, HeadWidth, WindowCost
 from rankwise.report.document import Document, Section, Table, nonempty
 from rankwise.report.format import model_name
 
@@ -48,46 +49,58 @@ def _headline(record: Compression, removed: list[HeadWidth], narrowed: list[Head
         latents = f"latents of {rank:.0f} channels on average, instead of {channels:.0f}"
         words.append(f"keys and values are computed from {latents}")
     done = "; ".join(words)
-    cost = f"relative error of the output {format_number(record.output_error, 4)}"
-    if math.isfinite(record.loss_before):
-        before, after = record.loss_before, record.loss_after
-        comparable = before != 0 and math.isfinite(after)
-        change = f" ({(after - before) / abs(before):+.2%})" if comparable else ""
-        cost = f"loss {format_number(before, 4)} → {format_number(after, 4)}{change}"
+    worst = record.worst
+    cost = f"relative error of the output {format_number(worst.output_error, 4)}"
+    if math.isfinite(worst.loss_before):
+        added = f"{worst.loss_added:+.4f}" if math.isfinite(worst.loss_added) else MISSING
+        spread = f" ± {worst.spread:.4f}" if math.isfinite(worst.spread) else ""
+        losses = (format_number(loss, 4) for loss in (worst.loss_before, record.loss_after))
+        cost = f"loss {' → '.join(losses)} ({added}{spread})"
     elif math.isfinite(record.attention_kl):
         cost = f"attention KL {format_number(record.attention_kl, 4)} nats"
     sizes = [("parameters", record.parameters_before, record.parameters_after)]
     if record.latents:
-        sizes.append(("bytes of cache", record.cache_bytes_before, record.cache_bytes_after))
+        tokens = f"bytes of cache at {record.kept_cache.tokens:,} tokens"
+        sizes.append((tokens, record.cache_bytes_before, record.cache_bytes_after))
     saving = "".join(
         f", {abs(1 - after / before):.1%} {'fewer' if after <= before else 'more'} {noun}"
         for noun, before, after in sizes
         if before
     )
-    return f"{done[:1].upper()}{done[1:]}: {cost} on {record.measured_on}{saving}."
+    where = f"{record.measured_on} of {worst.tokens:,} tokens" if worst.tokens else record.measured_on
+    return f"{done[:1].upper()}{done[1:]}: {cost} on {where}{saving}."
 
 
 def _costs(record: Compression) -> Table:
-    measured = {
-        "attention KL, nats": record.attention_kl,
-        "KL of the outputs, nats": record.output_kl,
-        "relative error of the output, ‖y′ − y‖/‖y‖": record.output_error,
+    columns: dict[str, Callable[[WindowCost], str]] = {
+        "tokens": lambda cost: f"{cost.tokens:,}",
+        "windows": lambda cost: f"{cost.windows:,}",
+        "loss": lambda cost: format_number(cost.loss_before, 4),
+        "loss added": lambda cost: format_number(cost.loss_added, 4),
+        "±": lambda cost: format_number(cost.spread, 4),
+        "KL of outputs": lambda cost: format_number(cost.output_kl, 4),
+        "error of outputs": lambda cost: format_number(cost.output_error, 4),
+        "of first token": lambda cost: format_number(cost.first_error, 4),
+        "of others": lambda cost: format_number(cost.other_error, 4),
     }
-    rows = [[name, "0", format_number(cost, 4)] for name, cost in measured.items() if math.isfinite(cost)]
-    if math.isfinite(record.loss_before):
-        losses = record.loss_before, record.loss_after
-        rows.append(["loss", *(format_number(loss, 4) for loss in losses)])
+    rows = [[cell(cost) for cell in columns.values()] for cost in record.costs]
+    told = [number for number in range(len(columns)) if any(row[number] != MISSING for row in rows)]
     note = (
-        f"Measured on {record.measured_on}. Attention KL is KL(M‖M′) with M of the original, mean over rows, "
-        "heads and layers, each layer with the inputs of the original."
+        f"Measured on {record.measured_on}, by length of windows. ±: standard error over windows. KL: nats "
+        "per token. Error: ‖y′ − y‖/‖y‖."
     )
-    return Table("Costs", ["", "before", "after"], rows, note=note)
+    if math.isfinite(record.attention_kl):
+        note += (
+            f" Attention KL: {format_number(record.attention_kl, 4)} nats, KL(M‖M′) with M of the original, "
+            "mean over rows, heads and layers, each layer with the inputs of the original."
+        )
+    rows = [[row[number] for number in told] for row in rows]
+    return Table("Costs", [[*columns][number] for number in told], rows, note=note)
 
 
 def _savings(record: Compression) -> Table:
     sizes = [("parameters", record.parameters_before, record.parameters_after)]
-    if record.cache_bytes_before:
-        sizes.append(("cache, bytes per token", record.cache_bytes_before, record.cache_bytes_after))
+    sizes += [(f"bytes of cache, {size.tokens:,} tokens", size.before, size.after) for size in record.cache]
     rows = [
         [name, f"{before:,}", f"{after:,}", f"{after / before:.3f}" if before else MISSING]
         for name, before, after in sizes
