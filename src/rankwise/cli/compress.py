@@ -1,9 +1,11 @@
 """Command `rankwise compress`: make a trained model smaller, and measure costs and savings."""
 
 import json
+import shlex
 import shutil
 from contextlib import suppress
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -86,6 +88,9 @@ def command(
     out: Annotated[Path, typer.Option(help="Folder for the results, new or empty.")] = Path(
         "rankwise-compressed"
     ),
+    preview: Annotated[
+        bool, typer.Option("--preview", help="Change nothing: print what each way would cost and save.")
+    ] = False,
     trust_remote_code: options.TrustRemoteCode = False,
 ) -> None:
     """Compress a model; `HELP` describes the command."""
@@ -101,6 +106,12 @@ def command(
     names = None if parts is None else [name.strip() for name in parts.split(",") if name.strip()]
     part_targets(names, shares, tolerances, remove)
     check_data([model], context, text=text, images=images, dataset=dataset)
+    data: dict[str, Any] = {"text": text, "images": images, "dataset": dataset}
+    sizes: dict[str, Any] = {"tokens": tokens, "sequences": sequences, "batch_size": batch_size}
+    if preview:
+        load = partial(load_model, model, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+        _preview(context, load, lambda subject: _data(subject, data, sizes, held_out_tokens), names, seed)
+        return
     check_unused(out)
     if any((Path(model) / name).is_file() for name in (FACTS, NUMBERS)):
         fix = "Compress the model without them, then run `rankwise skip` on the result."
@@ -108,8 +119,6 @@ def command(
     with output.new_folder(out):
         with output.show_progress() as on_progress:
             subject = load_model(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
-            sizes: dict[str, Any] = {"tokens": tokens, "sequences": sequences, "batch_size": batch_size}
-            data: dict[str, Any] = {"text": text, "images": images, "dataset": dataset}
             batches, held_out, notes = _data(subject, data, sizes, held_out_tokens)
             record = compress(
                 subject.model,
@@ -149,6 +158,37 @@ def command(
             record.save(out / RECORD)
         written = [("model", out), ("page", record.to_html(out / "index.html"))]
         output.print_results(compression_document(record), written)
+
+
+def _preview(context: typer.Context, load: Any, data: Any, parts: list[str] | None, seed: int) -> None:
+    """Print the preview of all ways, or of the ways that were finished if the command is stopped."""
+    from rankwise.cli import output
+    from rankwise.compression.records import Preview
+    from rankwise.compression.ways import preview
+    from rankwise.report.compression_report import preview_document
+
+    words = ["rankwise", "compress", context.params["model"]]
+    for param in context.command.params:
+        source = context.get_parameter_source(param.name or "")
+        if param.name in ("model", "preview", "parts") or source is None or source.name != "COMMANDLINE":
+            continue
+        if param.name in ("keep", "tolerance", "calibration_steps", "out", "time"):
+            fix = "Omit it: a preview has its own shares, changes nothing and measures time."
+            raise InputError("--preview", expected=f"no {param.opts[0]}", got=param.opts[0], fix=fix)
+        value = context.params[param.name or ""]
+        words += [param.opts[0]] if value is True else [param.opts[0], str(value)]
+    previews = list[Preview]()
+    try:
+        with output.show_progress() as on_progress:
+            subject = load()
+            batches, held_out, _ = data(subject)
+            preview(
+                subject.model, batches, held_out=held_out or None, parts=parts, seed=seed,
+                on_progress=on_progress, on_row=previews.append,
+            )  # fmt: skip
+    finally:
+        if previews:
+            output.print_results(preview_document(previews[-1], shlex.join(words)))
 
 
 def _target(option: str, values: list[str] | None) -> float | dict[str, float] | None:

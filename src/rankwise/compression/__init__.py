@@ -16,10 +16,13 @@ if TYPE_CHECKING:
         HeadWidth,
         LatentRank,
         LayerCost,
+        Preview,
+        PreviewRow,
         WindowCost,
     )
     from rankwise.compression.run import compress
     from rankwise.compression.save import load_compressed, save_compressed
+    from rankwise.compression.ways import preview
 
 __all__ = [
     "BlockRemoval",
@@ -28,9 +31,12 @@ __all__ = [
     "HeadWidth",
     "LatentRank",
     "LayerCost",
+    "Preview",
+    "PreviewRow",
     "WindowCost",
     "compress",
     "load_compressed",
+    "preview",
     "save_compressed",
 ]
 

@@ -2,9 +2,10 @@
 
 import math
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from statistics import median
 from typing import Any
@@ -12,13 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rankwise._internals.batches import batch_size, first_sequences, tensors_in, to_device
-from rankwise._internals.forward import Change, Progress, config_value, device_of, run_model
+from rankwise._internals.batches import batch_size, first_sequences, to_device
+from rankwise._internals.forward import Change, Progress, device_of, run_model
 from rankwise._internals.linalg import as_float64
 from rankwise._internals.torch_private import preserve_state
 from rankwise.auditing.batches import longest_sequence
-from rankwise.compression.records import CACHE_TOKENS, CacheSize, WindowCost
-from rankwise.errors import InputError
+from rankwise.compression.kv_modules import LatentProjection
+from rankwise.compression.quantized_cache import GROUP, is_decoder, quantized_cache
+from rankwise.compression.records import CACHE_TOKENS, CacheSize, PreviewRow, WindowCost
+from rankwise.errors import InputError, RankwiseError, first_line
 from rankwise.importance.loss_choice import choose_loss, model_loss
 from rankwise.importance.losses import DivergenceLoss, SequenceLosses, real_outputs, token_logits
 from rankwise.importance.output_head import TokenLogits, first_pass
@@ -30,7 +33,7 @@ SIZES = (1024, CACHE_TOKENS)
 """Numbers of tokens at which the size of the cache is recorded, next to the largest that the model reads."""
 PROMPT = 8
 """Number of tokens for which the cache is filled to measure its size per token."""
-ROUNDS = 16
+ROUNDS, PREVIEW_ROUNDS = 16, 6
 """Number of rounds in which both models are timed in turns; the first round warms up."""
 
 
@@ -66,19 +69,12 @@ def evaluate(
     """Return the measured fields of a `Compression`, for the original and the changed model.
 
     The changes must be applied before the call, and they stay applied. `lengths` are the real tokens of the
-    longest sequence of each batch. Batches whose lengths differ by less than a factor of two share one cost.
+    longest sequence of each batch.
     """
     on_progress("comparing outputs", math.nan)
     batches = [to_device(batch, device_of(model)) for batch in batches]
     new = snapshot(model, batches)
-    costs, order = [], sorted(range(len(batches)), key=lambda number: lengths[number])
-    for _, group in groupby(order, lambda number: max(lengths[number] - 1, 0).bit_length()):  # ⌈log₂ tokens⌉
-        numbers = sorted(group)
-        chosen, tokens = [batches[number] for number in numbers], max(lengths[number] for number in numbers)
-        compared = compare_outputs(model, chosen, tokens, changes)
-        losses = added_loss(*([x.losses[number] for number in numbers if x.losses] for x in (old, new)))
-        windows = sum(batch_size(batch) for batch in chosen)
-        costs.append(WindowCost(tokens=tokens, windows=windows, **losses, **compared))
+    costs = costs_by_length(model, batches, lengths, changes, old, new)
     longest = longest_text(model)
     cache = [
         CacheSize(tokens=tokens, before=cache_bytes(old.cache, tokens), after=cache_bytes(new.cache, tokens))
@@ -86,11 +82,76 @@ def evaluate(
         if old.cache
     ]
     sizes = {"parameters_before": old.parameters, "parameters_after": new.parameters}
-    fields = {"costs": costs, "cache": cache, **sizes}
+    fields: dict[str, Any] = {"costs": costs, "cache": cache, **sizes}
+    if any(isinstance(module, LatentProjection) for module in model.modules()):
+        on_progress("comparing with quantized caches", math.nan)
+        with original(changes):
+            ways = {bits: [partial(quantized_cache, model, bits)] for bits in (8, 4)}
+            fields["quantized"] = [
+                measure_row(model, batches, lengths, old, way, bits=bits) for bits, way in ways.items()
+            ]
     if timed:
         on_progress("measuring time", math.nan)
         fields |= measure_seconds(model, batches[0], changes)
     return fields
+
+
+def costs_by_length(
+    model: nn.Module,
+    batches: list[Any],
+    lengths: list[int],
+    changes: list[Change],
+    old: Snapshot,
+    new: Snapshot,
+    compare: bool = True,
+) -> list[WindowCost]:
+    """Return the costs of changes, which are applied, from short to long batches; `compare` adds outputs.
+
+    Batches whose lengths lie between the same powers of two share one cost.
+    """
+    costs, order = [], sorted(range(len(batches)), key=lambda number: lengths[number])
+    for _, group in groupby(order, lambda number: max(lengths[number] - 1, 0).bit_length()):  # ⌈log₂ tokens⌉
+        numbers = sorted(group)
+        chosen, tokens = [batches[number] for number in numbers], max(lengths[number] for number in numbers)
+        compared = compare_outputs(model, chosen, tokens, changes) if compare else {}
+        losses = added_loss(*([x.losses[number] for number in numbers if x.losses] for x in (old, new)))
+        windows = sum(batch_size(batch) for batch in chosen)
+        costs.append(WindowCost(tokens=tokens, windows=windows, **losses, **compared))
+    return costs
+
+
+def measure_row(
+    model: nn.Module,
+    batches: list[Any],
+    lengths: list[int],
+    before: Snapshot,
+    ways: Sequence[Callable[[], Change]],
+    **fields: Any,
+) -> PreviewRow:
+    """Return the row of changes that are made and applied one after the other, measured, and undone.
+
+    The loss is measured, or the error of outputs if there is none. The row of a failure has its reason.
+    """
+    row, batches = PreviewRow(**fields), [to_device(batch, device_of(model)) for batch in batches]
+    try:
+        with ExitStack() as applied:
+            changes = [applied.enter_context(way()) for way in ways]
+            after = snapshot(model, batches)
+            costs = costs_by_length(model, batches, lengths, changes, before, after, not after.losses)
+            seconds = {} if row.bits else measure_seconds(model, batches[0], changes, PREVIEW_ROUNDS)
+    except RankwiseError as error:
+        return row.model_copy(update={"refused": str(error)})
+    except Exception as error:  # a way that fails must not lose the others
+        return row.model_copy(update={"refused": f"{type(error).__name__}: {first_line(error)}"})
+    cache = [layer.quantized(row.bits) if row.bits else layer for layer in after.cache]
+    return row.model_copy(
+        update={
+            "cost": max(costs, key=lambda cost: cost.cost),
+            "parameters": after.parameters,
+            "cache_bytes": cache_bytes(cache, reference_tokens(model)),
+            "time": seconds["seconds_after"] / seconds["seconds_before"] if seconds else math.nan,
+        }
+    )
 
 
 @contextmanager
@@ -156,18 +217,22 @@ def compare_outputs(
     }
 
 
-def is_decoder(model: nn.Module) -> bool:
-    """Return True if a model generates text and is not an encoder-decoder."""
-    can = getattr(model, "can_generate", None)
-    return callable(can) and bool(can()) and not config_value(model, "is_encoder_decoder")
-
-
 @dataclass(frozen=True)
 class CachedLayer:
     """Keys and values of one layer: bytes per token, and the most tokens that the layer keeps, if limited."""
 
-    bytes: int
-    most: int | None = None
+    bytes: float
+    most: int | None
+    numbers: tuple[int, int]
+    """Floating-point numbers of the keys and of the values of one token."""
+    size: int
+    """Bytes of such a number."""
+
+    def quantized(self, bits: int) -> "CachedLayer":
+        """Return the layer with numbers of a few bits: groups of 64 tokens of keys, channels of values."""
+        keys, values = self.numbers
+        groups = keys / GROUP + -(-values // GROUP)
+        return replace(self, bytes=self.bytes + (keys + values) * (bits / 8 - self.size) + 4 * groups)
 
 
 def cached_layers(model: nn.Module, batch: Any) -> list[CachedLayer]:
@@ -179,11 +244,16 @@ def cached_layers(model: nn.Module, batch: Any) -> list[CachedLayer]:
         cache = getattr(run_model(model, {"input_ids": ids, "use_cache": True}), "past_key_values", None)
     layers = []
     for layer in getattr(cache, "layers", []):
-        kept = tensors_in([getattr(layer, name, None) for name in ("keys", "values")])
-        per_token = sum(x.numel() * x.element_size() // x.shape[-2] for x in kept if x.dim() > 2)
-        # transformers keeps the window without the present token
-        most = layer.sliding_window - 1 if getattr(layer, "is_sliding", False) else None
-        layers.append(CachedLayer(per_token, most))
+        tensors: list[Any] = [getattr(layer, name, None) for name in ("keys", "values")]
+        if all(isinstance(x, Tensor) and x.dim() > 2 for x in tensors):
+            counts = [x[0].numel() // x.shape[-2] for x in tensors]
+            total = sum(count * x.element_size() for count, x in zip(counts, tensors, strict=True))
+            # transformers keeps the window without the present token
+            most = layer.sliding_window - 1 if getattr(layer, "is_sliding", False) else None
+            numbers = [count * x.is_floating_point() for count, x in zip(counts, tensors, strict=True)]
+            layers.append(CachedLayer(total, most, (numbers[0], numbers[1]), tensors[0].element_size()))
+        else:
+            layers.append(CachedLayer(0, None, (0, 0), 0))  # it has no keys, or another layer's
     return layers
 
 
@@ -199,7 +269,7 @@ def reference_tokens(model: nn.Module) -> int:
 
 def cache_bytes(layers: list[CachedLayer], tokens: int) -> int:
     """Return the bytes of the cache of one sequence."""
-    return sum(layer.bytes * min(tokens, layer.most or tokens) for layer in layers)
+    return round(sum(layer.bytes * min(tokens, layer.most or tokens) for layer in layers))
 
 
 # --- loss -----------------------------------------------------------------------------------------------
@@ -238,7 +308,9 @@ def added_loss(before: list[SequenceLosses], after: list[SequenceLosses]) -> dic
 # --- time ------------------------------------------------------------------------------------------------
 
 
-def measure_seconds(model: nn.Module, batch: Any, changes: list[Change]) -> dict[str, Any]:
+def measure_seconds(
+    model: nn.Module, batch: Any, changes: list[Change], rounds: int = ROUNDS
+) -> dict[str, Any]:
     """Return what was timed, and the median seconds of the original and of the compressed model.
 
     A decoder reads all tokens of the first sequence but the last, and the step for the last token is timed.
@@ -269,7 +341,7 @@ def measure_seconds(model: nn.Module, batch: Any, changes: list[Change]) -> dict
         seconds[when].append(now() - started)
 
     with torch.inference_mode(), preserve_state(model):
-        for _ in range(ROUNDS):
+        for _ in range(rounds):
             run("after")
             with original(changes):
                 run("before")

@@ -2,15 +2,19 @@ r"""The part ``kv``: low-rank keys and values of least output KL, and one budget
 
 To second order, keys and values W'x in place of Wx change the outputs by a KL divergence of
 
-    KL ≈ ½ tr(G (W − W') A (W − W')ᵀ) nats per token,   A = mean x xᵀ,   G = mean g gᵀ
+    KL ≈ ½ tr(G (W − W') A (W − W')ᵀ) nats per token,   A = mean ‖g‖² x xᵀ/s,   G = mean ‖x‖² g gᵀ/s
 
-with g the gradient of log p(y) at [key; value] of a token, and y drawn from the model itself (the Kronecker
-factors of K-FAC, arXiv 1503.05671; docs/evidence/compress-cache.md has the derivation and its assumptions).
+with g the gradient of log p(y) at [key; value] of a token, y drawn from the model itself, and
+s² = mean ‖x‖²‖g‖². Without the norms these are the Kronecker factors of K-FAC (arXiv 1503.05671), in which a
+token counts by its share of the window. All later queries read the first token, so its ‖g‖² grows with the
+window as its share falls: with the norms, its weight does not depend on the length of windows
+(docs/evidence/compress-cache.md has the derivation and its assumptions).
 Among all W' of rank r, G^−½ [G^½ W A^½]_r A^−½ has the least KL, ½ Σ_{i>r} σ_i² (Eckart and Young), where
 [·]_r keeps the r largest singular values σ. The σ_i²/2 of all layers are in nats, so one budget over layers
 goes to the largest of them.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,13 +50,14 @@ def solve(job: Job) -> Solution:
     """
     layers, skipped = job.found
     room = check(job)
-    moments = collect_moments(job.model, layers, job.batches, job.seed, job.on_progress)
-    tokens = moments[0].count
-    check_tokens(tokens, max(layer.rank for layer in layers))
-    spectra: list[WeightedSVD] = []
-    for layer, moment in zip(layers, moments, strict=True):
-        job.on_progress(f"factoring keys and values of {layer.module}", len(spectra) / len(layers))
-        spectra.append(weighted_svd(moment.weight, moment.tokens, moment.gradients))
+    if "spectra" not in job.kept:
+        moments = collect_moments(job.model, layers, job.batches, job.seed, job.on_progress)
+        check_tokens(moments[0].count, max(layer.rank for layer in layers))
+        job.kept["spectra"] = []
+        for done, (layer, moment) in enumerate(zip(layers, moments, strict=True)):
+            job.on_progress(f"factoring keys and values of {layer.module}", done / len(layers))
+            job.kept["spectra"].append(weighted_svd(moment.weight, moment.tokens, moment.gradients))
+    spectra: list[WeightedSVD] = job.kept["spectra"]
     nats = [spectrum.nats for spectrum in spectra]
     if room is not None:
         ranks = largest_ranks(nats, room)
@@ -84,12 +89,14 @@ def solve(job: Job) -> Solution:
 
 @dataclass
 class SecondMoments:
-    """Second moments of one attention layer: A of its tokens and G of the gradients, with its weight W."""
+    """Second moments A of the tokens and G of the gradients of one attention layer, with its weight W."""
 
     tokens: Float64[Tensor, "D D"]
     gradients: Float64[Tensor, "N N"]
     """Channels of keys come before channels of values, in the order of the linear layers' outputs."""
     weight: Float64[Tensor, "N D"]
+    sizes: float = 0.0
+    """Σ ‖x‖²‖g‖²."""
     count: int = 0
     """Number of tokens."""
 
@@ -117,8 +124,9 @@ def collect_moments(
         for parameter in trained:
             parameter.requires_grad_(True)
     for moment in moments:
-        moment.tokens /= max(moment.count, 1)
-        moment.gradients /= max(moment.count, 1)
+        scale = math.sqrt(max(moment.sizes * moment.count, 1e-300))
+        moment.tokens /= scale
+        moment.gradients /= scale
     return moments
 
 
@@ -145,8 +153,10 @@ def _add_batch(
         pieces = [gradients[name].reshape(real.numel(), -1)[:, rows] for name, rows in layer.projections]
         g = torch.cat(pieces, -1)[real.flatten()]
         x, g = as_float64(x), as_float64(g)
-        moment.tokens += (x.mT @ x).cpu()
-        moment.gradients += (g.mT @ g).cpu()
+        size_x, size_g = (values.square().sum(1, keepdim=True) for values in (x, g))
+        moment.tokens += ((size_g * x).mT @ x).cpu()
+        moment.gradients += ((size_x * g).mT @ g).cpu()
+        moment.sizes += float((size_x * size_g).sum())
         moment.count += x.shape[0]
 
 

@@ -107,6 +107,66 @@ class CacheSize(Record):
     after: int
 
 
+PAYS_COST, PAYS_SIZE = 0.01, 0.95
+"""A way pays if it adds at most this share to the loss, or to the squared norm of the outputs without a loss,
+and leaves at most this share of a size."""
+
+
+class PreviewRow(Record):
+    """Cost and sizes of one way to make a model smaller, or the reason why it is refused."""
+
+    part: str = ""
+    """Part of `compress`. Empty for a quantized cache."""
+    keep: Number = math.nan
+    bits: int = 0
+    """Bits of keys and values, or of latents, which are simulated. 0 if they are not quantized."""
+    cost: WindowCost = Field(default_factory=WindowCost)
+    """Largest cost over lengths."""
+    parameters: int = 0
+    cache_bytes: int = 0
+    time: Number = math.nan
+    """Time of a decoding step, or of a pass, relative to the original. NaN if it was not measured."""
+    refused: str = ""
+
+    @property
+    def relative_cost(self) -> float:
+        """Cost as a share of the loss, or of the squared norm of the outputs if there is no loss."""
+        cost = self.cost
+        return cost.cost / abs(cost.loss_before) if math.isfinite(cost.loss_before) else cost.cost**2
+
+
+class Preview(Record):
+    """Costs and sizes of all ways to make a model smaller, on the same data."""
+
+    model: str
+    measured_on: str
+    cache_tokens: int
+    """Tokens of the sequence whose cache is counted."""
+    parameters: int
+    """Parameters of the original."""
+    cache_bytes: int
+    """Bytes of the cache of the original. 0 without a cache."""
+    rows: list[PreviewRow] = Field(default_factory=list)
+
+    def recommended(self, purpose: Literal["memory", "size", "speed"]) -> PreviewRow | None:
+        """Return the row with the least cache, parameters or time among those that pay. None if none pays.
+
+        Latents in 8 bits are left out, because no cache implements them.
+        """
+        before = {"memory": self.cache_bytes, "size": self.parameters, "speed": 1.0}[purpose]
+
+        def size(row: PreviewRow) -> float:
+            return {"memory": row.cache_bytes, "size": row.parameters, "speed": row.time}[purpose]
+
+        paying = [
+            row
+            for row in self.rows
+            if not row.refused and not (row.part and row.bits)
+            if row.relative_cost <= PAYS_COST and size(row) <= PAYS_SIZE * before
+        ]
+        return min(paying, key=lambda row: (size(row), row.cost.cost), default=None)
+
+
 class Compression(SavedRecord):
     """Changes of a model, their costs and their savings."""
 
@@ -135,6 +195,8 @@ class Compression(SavedRecord):
     parameters_after: int = 0
     cache: list[CacheSize] = Field(default_factory=list)
     """Cache at 1,024, 4,096 and the largest number of tokens that the model reads. Empty without a cache."""
+    quantized: list[PreviewRow] = Field(default_factory=list)
+    """The original with keys and values of 8 and 4 bits. Empty without latents."""
     timed: str = ""
     """What was timed: "decoding step after N tokens" or "pass". Empty if time was not measured."""
     seconds_before: Number = math.nan

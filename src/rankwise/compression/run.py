@@ -121,19 +121,8 @@ def compress(
         (['width', 'kv'], 12.0, True)
     """
     targets = part_targets(parts, keep, tolerance, remove)
-    fix = "Load it first: `AutoModelForCausalLM.from_pretrained(name)`."
-    instance_of("`model`", model, nn.Module, "a torch.nn.Module", fix=fix)
-    check_changeable(model)
+    check_compressible(model)
     whole_number("`calibrate`", calibrate, 0, error=CompressionError)
-    if structure_of(model).changes:
-        raise CompressionError(
-            f"model {type(model).__name__}",
-            expected="a model that is not compressed yet",
-            got="a compressed model",
-            fix="Load the original and compress it once; name all parts together.",
-        )
-    for inner in pretrained_models(model):
-        check_config(inner)
     data = list(each_batch(batches))
     eval_data = list(each_batch(held_out, "held_out")) if held_out is not None else data
     step = "a batch"
@@ -237,6 +226,22 @@ def part_targets(
                 in_range(f"`{kind}`", number, interval, error=CompressionError)
         pairs[name] = pair["keep"], pair["tolerance"]
     return pairs
+
+
+def check_compressible(model: nn.Module) -> None:
+    """Raise if a model cannot be changed or saved, or is compressed already."""
+    fix = "Load it first: `AutoModelForCausalLM.from_pretrained(name)`."
+    instance_of("`model`", model, nn.Module, "a torch.nn.Module", fix=fix)
+    check_changeable(model)
+    if structure_of(model).changes:
+        raise CompressionError(
+            f"model {type(model).__name__}",
+            expected="a model that is not compressed yet",
+            got="a compressed model",
+            fix="Load the original and compress it once; name all parts together.",
+        )
+    for inner in pretrained_models(model):
+        check_config(inner)
 
 
 def check_changeable(model: nn.Module) -> None:
@@ -346,7 +351,7 @@ def _record(
         share = worst.spread / (worst.loss_before or math.nan)
         spread = {"kv": worst.spread, "blocks": share, "heads": share}.get(name, math.nan)
         notes += _part_notes(name, targets[name][1], solution, measured_on, cost, spread)
-    return Compression(
+    record = Compression(
         model=config_value(model, "name_or_path") or type(model).__name__,
         parts=list(solutions),
         sequences=sum(batch_size(batch) for batch in data),
@@ -362,6 +367,14 @@ def _record(
         about={"torch": torch.__version__, "threads": str(torch.get_num_threads()), "seed": str(seed)},
         **measured,
     )
+    notes += [
+        f"{row.bits}-bit keys and values cost less, {row.cost.cost:+.4f}, and take {row.cache_bytes:,} bytes of "
+        f"cache: quantize this model's cache instead of using latents."
+        for row in record.quantized
+        if not row.refused and list(solutions) == ["kv"]
+        if row.cost.cost < record.worst.cost and row.cache_bytes <= record.cache_bytes_after
+    ]
+    return record.model_copy(update={"notes": notes})
 
 
 def _part_notes(

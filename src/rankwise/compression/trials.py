@@ -51,6 +51,8 @@ class Job:
     on_progress: Progress = lambda step, done: None
     remove: int | None = None
     """Number of blocks to remove, instead of a share or a tolerance."""
+    kept: dict[str, Any] = field(default_factory=dict)
+    """Statistics that a part keeps for its jobs with other targets, on the same model and data."""
 
 
 @dataclass

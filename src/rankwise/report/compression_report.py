@@ -2,11 +2,20 @@
 
 import math
 from collections.abc import Callable
+from typing import Literal
 
 from rankwise._internals.records import MISSING, format_number
 from rankwise._internals.statistics import mean
 from rankwise.auditing.records import Verdict
-from rankwise.compression.records import Compression, HeadWidth, WindowCost
+from rankwise.compression.records import (
+    PAYS_COST,
+    PAYS_SIZE,
+    Compression,
+    HeadWidth,
+    Preview,
+    PreviewRow,
+    WindowCost,
+)
 from rankwise.report.document import Document, Section, Table, nonempty
 from rankwise.report.format import model_name
 
@@ -24,7 +33,9 @@ def compression_document(record: Compression) -> Document:
         f"{record.tokens:,} tokens",
         verdict=Verdict(sentence=_headline(record, removed, narrowed)),
         sections=nonempty(
-            Section("costs", "Costs and savings", tables=[_costs(record), _savings(record)]),
+            Section(
+                "costs", "Costs and savings", tables=[_costs(record), _savings(record), _quantized(record)]
+            ),
             Section("layers", "Layers", tables=[_blocks(record), _latents(record), _layers(record), left]),
             Section("next", "Load the model", code=record.about.get("load", "")),
         ),
@@ -119,6 +130,102 @@ def _blocks(record: Compression) -> Table:
     ]
     note = "Increase of the loss on the calibration data, in the unit of the loss."
     return Table("Blocks", ["block", "cost alone", "removed in step", "joint cost so far"], rows, note=note)
+
+
+def _quantized(record: Compression) -> Table:
+    size = record.kept_cache
+    rows = [PreviewRow(part="kv", cost=record.worst, cache_bytes=size.after), *record.quantized]
+    cells = [_cells(row, size.before)[:-1] for row in rows if record.quantized and not row.refused]
+    return Table("Next to quantized caches", _columns(size.tokens)[:-1], cells)
+
+
+def _columns(tokens: int) -> list[str]:
+    return [
+        "way",
+        "loss added",
+        "±",
+        "at tokens",
+        f"bytes of cache, {tokens:,} tokens",
+        "share",
+        "parameters",
+    ]
+
+
+def _cells(row: PreviewRow, cache: int) -> list[str]:
+    cost = row.cost
+    added = cost.loss_added if math.isfinite(cost.loss_before) else cost.output_error
+    share = format_number(row.cache_bytes / cache if cache else math.nan, 3)
+    costs = [format_number(number, 4) for number in (added, cost.spread)]
+    return [way_name(row), *costs, f"{cost.tokens:,}", f"{row.cache_bytes:,}", share, f"{row.parameters:,}"]
+
+
+def way_name(row: PreviewRow) -> str:
+    """Return the words for a way to make a model smaller."""
+    if not row.part:
+        return f"{row.bits}-bit keys and values"
+    keep = f"{row.part}, keep {row.keep:g}" if math.isfinite(row.keep) else row.part
+    return f"{keep}, latents in {row.bits} bits" if row.bits else keep
+
+
+PURPOSES: dict[Literal["memory", "size", "speed"], str] = {
+    "memory": "For memory", "size": "For fewer parameters", "speed": "For speed"
+}  # fmt: skip
+
+
+def preview_document(record: Preview, command: str = "") -> Document:
+    """Return the report on a preview: first what it recommends, then all ways, and the commands to follow.
+
+    `command` is the command that compresses the model, to which a part and its share are added.
+    """
+    chosen = {purpose: record.recommended(purpose) for purpose in PURPOSES}
+    sizes: dict[str, Callable[[PreviewRow], str]] = {
+        "memory": lambda row: f"{row.cache_bytes / record.cache_bytes:.0%} of the cache",
+        "size": lambda row: f"{row.parameters / record.parameters:.0%} of the parameters",
+        "speed": lambda row: f"{row.time:.0%} of the time",
+    }
+    said = [
+        f"{PURPOSES[purpose]}: {way_name(row)} ({sizes[purpose](row)}, {row.relative_cost:+.2%} loss)."
+        for purpose, row in chosen.items()
+        if row
+    ]
+    none = [words.lower() for purpose, words in PURPOSES.items() if not chosen[purpose]]
+    if not said:
+        said = [
+            f"Nothing pays: no way adds at most {PAYS_COST:.0%} to the loss and saves {1 - PAYS_SIZE:.0%}."
+        ]
+    elif none:
+        said.append(f"Nothing pays {' or '.join(none)}.")
+    code = []
+    for row in {way_name(row): row for row in chosen.values() if row}.values():
+        options = f'{{"backend": "hqq", "nbits": {row.bits}}}'
+        quantized = f'model.generate(ids, cache_implementation="quantized", cache_config={options})'
+        code.append(f"{command} --parts {row.part} --keep {row.keep:g}" if row.part else quantized)
+    same = PreviewRow(part="unchanged", parameters=record.parameters, cache_bytes=record.cache_bytes)
+    cells = [
+        [*_cells(row, record.cache_bytes), format_number(row.time, 2)]
+        for row in [same, *record.rows]
+        if not row.refused
+    ]
+    refused = [[way_name(row), row.refused] for row in record.rows if row.refused]
+    note = (
+        f"Measured on {record.measured_on}; the largest cost over lengths. Quantized numbers are simulated: "
+        "groups of 64 share a scale and a zero, which count as bytes. Time: of a decoding step, or of a pass."
+    )
+    tables = [
+        Table("Ways", [*_columns(record.cache_tokens), "time"], cells, note=note),
+        Table("Refused", ["way", "why"], refused),
+    ]
+    return Document(
+        command="Rankwise compress --preview",
+        heading=model_name(record.model),
+        setting="The model is unchanged.",
+        verdict=Verdict(sentence=" ".join(said)),
+        sections=nonempty(
+            Section("ways", "Ways", tables=tables), Section("next", "Follow it", code="\n".join(code))
+        ),
+        notes=[],
+        origin=[],
+    )
 
 
 def _latents(record: Compression) -> Table:
