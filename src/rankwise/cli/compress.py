@@ -30,6 +30,7 @@ second sequence is used for calibration; costs are measured on the others.
 [bold]Examples[/bold]
 
   rankwise compress gpt2 --text book.txt --keep 0.5 --out gpt2-half
+  rankwise compress ./my-llama --text book.txt --parts blocks --remove 4
   rankwise compress ./my-bert --text train.jsonl --tolerance 0.01 --calibration-steps 200
   rankwise compress ./my-llama --text book.txt --keep heads=0.9 --keep kv=0.5
   rankwise compress ./my-vit --images photos/ --keep 0.75
@@ -50,7 +51,8 @@ def command(
         list[str] | None,
         typer.Option(
             help="Largest cost, instead of --keep, for all parts or one part (width=0.01): KL of the "
-            "attention in nats for width, KL of the outputs in nats for kv, share of the loss for heads."
+            "attention in nats for width, KL of the outputs in nats for kv, share of the loss for blocks and "
+            "heads."
         ),
     ] = None,
     parts: Annotated[
@@ -59,6 +61,9 @@ def command(
             help=f"Parts, separated by commas: {', '.join(PARTS)}; by default {' and '.join(DEFAULT_PARTS)}, "
             "if the model allows them."
         ),
+    ] = None,
+    remove: Annotated[
+        int | None, typer.Option(min=1, help="Number of blocks to remove, instead of --keep, for blocks.")
     ] = None,
     calibration_steps: Annotated[int, typer.Option(min=0, help="Steps of Adam per layer, for width.")] = 0,
     tokens: options.Tokens = 256,
@@ -86,7 +91,7 @@ def command(
 
     shares, tolerances = _target("--keep", keep), _target("--tolerance", tolerance)
     names = None if parts is None else [name.strip() for name in parts.split(",") if name.strip()]
-    part_targets(names, shares, tolerances)
+    part_targets(names, shares, tolerances, remove)
     check_data([model], context, text=text, images=images, dataset=dataset)
     check_unused(out)
     if any((Path(model) / name).is_file() for name in (FACTS, NUMBERS)):
@@ -104,6 +109,7 @@ def command(
                 shares,
                 tolerances,
                 names,
+                remove=remove,
                 calibrate=calibration_steps,
                 held_out=held_out or None,
                 time=time,

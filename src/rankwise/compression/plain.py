@@ -4,11 +4,13 @@ Such a model is saved as a plain checkpoint, which loads anywhere.
 """
 
 import copy
+import json
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
 from rankwise._internals.forward import Change
 from rankwise.compression.evaluate import is_decoder
@@ -70,11 +72,12 @@ def _outermost(model: nn.Module) -> list[str]:
 
 
 def _rebuilt_from_config(model: nn.Module) -> nn.Module:
-    """Return a new model of the class and the configuration of a model, which shares its weights and buffers.
+    """Return a new model of the class and the saved configuration of a model, which shares its weights.
 
     Raise `ValueError` if names or shapes differ.
     """
-    new = new_of_class(model)
+    with Change(model, attributes={"": {"config": _as_saved(model.config)}}):
+        new = new_of_class(model)
     with torch.device("meta"), rebuilt(new, structure_of(model)):
         pass
     there, built = dict(model.named_modules()), dict(new.named_modules())
@@ -87,7 +90,23 @@ def _rebuilt_from_config(model: nn.Module) -> nn.Module:
                 {key: None if tensor is None else tuple(tensor.shape) for key, tensor in tensors.items()}
                 for tensors in (old, fresh)
             )
-            if sizes != expected:
-                raise ValueError(f"its class builds {name!r} with {expected} instead of {sizes}")
+            for key in sizes | expected:
+                shape, other = sizes.get(key, "nothing"), expected.get(key, "nothing")
+                if shape != other:
+                    raise ValueError(f"its class builds {f'{name}.{key}'!r} with {other} instead of {shape}")
             fresh.update(old)
     return new.eval()
+
+
+def _as_saved(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the configuration that its file describes: fields that a class derives from others are new."""
+    new = type(config).from_dict(json.loads(config.to_json_string()))
+
+    def set_kernels(new: PreTrainedConfig, old: PreTrainedConfig) -> None:  # files do not have these fields
+        vars(new).update({name: value for name, value in vars(old).items() if name.endswith("_internal")})
+        for name in old.sub_configs:
+            if isinstance(inner := getattr(old, name, None), PreTrainedConfig):
+                set_kernels(getattr(new, name), inner)
+
+    set_kernels(new, config)
+    return new

@@ -18,7 +18,7 @@ from rankwise._internals.batches import first_sequences, map_tensors, tensors_in
 from rankwise._internals.forward import HALF, Change, Progress, device_of, in_float32, run_model
 from rankwise._internals.linalg import as_float64
 from rankwise.auditing.error_hints import batch_errors
-from rankwise.compression.records import HeadWidth, LatentRank
+from rankwise.compression.records import BlockRemoval, HeadWidth, LatentRank
 from rankwise.errors import CompressionError, first_line
 from rankwise.importance.losses import real_outputs
 from rankwise.importance.output_head import CHUNK
@@ -50,6 +50,8 @@ class Job:
     """Steps of Adam per layer."""
     seed: int = 0
     on_progress: Progress = lambda step, done: None
+    remove: int | None = None
+    """Number of blocks to remove, instead of a share or a tolerance."""
 
 
 @dataclass
@@ -59,6 +61,7 @@ class Solution:
     change: Change
     heads: list[HeadWidth] = field(default_factory=list)
     latents: list[LatentRank] = field(default_factory=list)
+    blocks: list[BlockRemoval] = field(default_factory=list)
     kl: dict[str, float] = field(default_factory=dict)
     """Attention KL per site on the evaluation data. NaN if it was not measured."""
     key_heads: dict[str, list[int]] = field(default_factory=dict)

@@ -15,7 +15,7 @@ def compression_document(record: Compression) -> Document:
     removed = [head for head in record.heads if head.part == "heads"]
     narrowed = [head for head in record.heads if head.part != "heads"]
     left_out = [[site, reason] for site, reason in record.left_out.items()]
-    left = Table("Unchanged", ["attention layer", "why"], left_out)
+    left = Table("Unchanged", ["layer", "why"], left_out)
     return Document(
         command="Rankwise compress",
         heading=model_name(record.model),
@@ -24,7 +24,7 @@ def compression_document(record: Compression) -> Document:
         verdict=Verdict(sentence=_headline(record, removed, narrowed)),
         sections=nonempty(
             Section("costs", "Costs and savings", tables=[_costs(record), _savings(record)]),
-            Section("layers", "Layers", tables=[_latents(record), _layers(record), left]),
+            Section("layers", "Layers", tables=[_blocks(record), _latents(record), _layers(record), left]),
             Section("next", "Load the model", code=record.about.get("load", "")),
         ),
         notes=record.notes,
@@ -34,6 +34,9 @@ def compression_document(record: Compression) -> Document:
 
 def _headline(record: Compression, removed: list[HeadWidth], narrowed: list[HeadWidth]) -> str:
     words = []
+    if record.blocks:
+        count = sum(block.step > 0 for block in record.blocks)
+        words.append(f"{count} of {len(record.blocks)} blocks removed")
     if removed:
         words.append(f"{sum(not head.width for head in removed)} of {len(removed)} heads removed")
     if narrowed:
@@ -94,6 +97,15 @@ def _savings(record: Compression) -> Table:
         numbers = (format_number(number, 2) for number in (before, after, after / before))
         rows.append([f"{record.timed}, ms", *numbers])
     return Table("Savings", ["", "before", "after", "after/before"], rows)
+
+
+def _blocks(record: Compression) -> Table:
+    rows = [
+        [x.site, format_number(x.cost, 4), str(x.step or MISSING), format_number(x.joint_cost, 4)]
+        for x in record.blocks
+    ]
+    note = "Increase of the loss on the calibration data, in the unit of the loss."
+    return Table("Blocks", ["block", "cost alone", "removed in step", "joint cost so far"], rows, note=note)
 
 
 def _latents(record: Compression) -> Table:
