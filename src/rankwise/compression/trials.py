@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -169,20 +170,22 @@ def output_and_mask(model: nn.Module, batch: Any) -> tuple[Tensor, Bool[Tensor, 
 def at_once_and_in_halves(model: nn.Module, batch: Any) -> list[Tensor]:
     """Return the output for a text that is read at once and, if possible, in halves with a cache.
 
-    Halves need at least two tokens, and a batch of token ids with no other arguments than a mask and labels.
+    The last token is read alone, as in generation. Halves need at least two tokens, and a batch of token ids
+    with no other arguments than a mask and labels.
     """
     whole = main_output(model, batch)
     ids, mask = batch.get("input_ids"), batch.get("attention_mask")
     if ids is None or ids.shape[1] < 2 or set(batch) - {"input_ids", "attention_mask", "labels"}:
         return [whole]
-    half = ids.shape[1] // 2
-    first, second = ({"input_ids": tokens, "use_cache": True} for tokens in (ids[:, :half], ids[:, half:]))
-    if mask is not None:
-        first["attention_mask"], second["attention_mask"] = mask[:, :half], mask
-    with torch.no_grad():
-        start = run_model(model, first)
-        end = run_model(model, {**second, "past_key_values": start.past_key_values})
-    return [whole, torch.cat([start.logits, end.logits], 1)]
+    cache, logits = None, []
+    for first, last in pairwise(sorted({0, ids.shape[1] // 2, ids.shape[1] - 1, ids.shape[1]})):
+        part = {"input_ids": ids[:, first:last], "use_cache": True}
+        part |= {} if mask is None else {"attention_mask": mask[:, :last]}
+        with torch.no_grad():
+            out = run_model(model, part | ({} if cache is None else {"past_key_values": cache}))
+        cache = out.past_key_values
+        logits.append(out.logits)
+    return [whole, torch.cat(logits, 1)]
 
 
 def relative_error(after: Tensor, before: Tensor) -> float:
