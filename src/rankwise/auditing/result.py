@@ -61,7 +61,8 @@ class Audit(SavedRecord):
         Up to rounding, means, standard deviations, counts and nearest heads equal the values of one audit
         over all sequences. Findings are recomputed. Attention maps are those of the first audit; spectra and
         membership maps come from the first audit that has them. Importance is the mean over all tokens. The
-        set of removable heads, required widths and measures at initialization are omitted.
+        set of removable heads, required widths and measures at initialization are omitted, and so are ranks
+        of pooled states, keys and values, unless all audits were made with ``keep_moments``.
 
         Merging in several steps returns the same result as merging at once. Each audit stores only its most
         frequent token names, so counts of rarer names may be missing.
@@ -117,10 +118,12 @@ class Audit(SavedRecord):
         copies = list(statistics.copies.values())
         for address, initial_head in (heads_at_init(statistics, copies) if copies else {}).items():
             fields_of_heads[address]["at_init"] = initial_head
-        heads = statistics.head_records(fields_of_heads)
+        heads = statistics.head_records(fields_of_heads, keep_moments=statistics.keep_moments)
         initial = states_at_init(copies)
         states = [
-            states.to_record().model_copy(update={"at_init": initial.get(address)})
+            states.to_record(keep_moments=statistics.keep_moments).model_copy(
+                update={"at_init": initial.get(address)}
+            )
             for address, states in statistics.states.items()
         ]
         importance = None if measured is None else measured.record

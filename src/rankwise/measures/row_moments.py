@@ -50,6 +50,12 @@ class RowMoments:
         """Return the moments of both sets of rows together."""
         return RowMoments(self.moments + other.moments, self.count + other.count)
 
+    def sum_sequences(self) -> "RowMoments":
+        """Return moments (B, …) summed over sequences; a matrix skips its non-finite sequences."""
+        finite = self.moments.isfinite().all(-1).all(-1)
+        moments = self.moments.where(finite[..., None, None], 0.0)
+        return RowMoments(moments.sum(0), self.count.where(finite, 0.0).sum(0))
+
     def effective_rank(self) -> Float64[Tensor, "*batch"]:
         """Return the effective rank of all rows: `effective_rank` of the N×D matrix Y.
 
