@@ -11,11 +11,9 @@ from experiments.zoo.transformers import BERT, hugging_face
 from tests.support.modules import token_ids
 
 import rankwise as rw
-from rankwise.auditing.measure import measure_states
-from rankwise.auditing.statistics import POOLED, StateStatistics
 from rankwise.errors import InputError
-from rankwise.tracing import CapturedState
 
+POOLED = ("pooled_effective_rank", "pooled_effective_rank_without_massive")
 NAMES = ("key_effective_rank", "value_effective_rank")
 
 
@@ -82,26 +80,26 @@ def test_ranks_are_unknown_if_one_merged_audit_has_no_moments() -> None:
         rw.audit(model, [batch], keep_moments="yes")  # type: ignore[arg-type]
 
 
-def statistics(tokens: torch.Tensor, mask: torch.Tensor | None = None) -> StateStatistics:
-    return measure_states(CapturedState("h.0", 0, tokens, mask), None)
+def inputs(tokens: torch.Tensor, batch: int = 100, **options: Any) -> list[rw.Audit]:
+    """Return an audit of each batch of sequences, whose first states are the given tokens."""
+    layer = torch.nn.TransformerEncoderLayer(tokens.shape[-1], 2, 4, batch_first=True).eval()
+    model = torch.nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+    return [rw.audit(model, [part], **options) for part in tokens.split(batch)]
 
 
 def test_massive_tokens_and_nonfinite_sequences_are_left_out() -> None:
     tokens = torch.randn(5, 9, 16, generator=torch.Generator().manual_seed(0))
-    plain = statistics(tokens[:4, 1:]).to_record()
+    expected = rank(tokens[:4, 1:].double().mean(1))
     tokens[:, 0] = 1e4  # a token of huge norm, the same in every sequence
     tokens[4, 3] = math.nan
-    record = statistics(tokens).to_record()
+    record = inputs(tokens)[0].states[0]
     assert record.pooled_effective_rank < 1.1
-    expected = plain.pooled_effective_rank
-    assert record.pooled_effective_rank_without_massive == pytest.approx(expected, rel=1e-6)
+    assert record.pooled_effective_rank_without_massive == pytest.approx(expected, rel=1e-9)
 
 
 def test_many_sequences_are_folded_into_two_rows_per_channel_without_a_change() -> None:
     tokens = torch.randn(100, 3, 4, generator=torch.Generator().manual_seed(0)) + 1
-    parts = [statistics(part) for part in tokens.split(7)]
-    whole = parts[0]
-    for part in parts[1:]:
-        whole.merge(part)
-    assert {len(rows) <= 8 for rows in whole.pooled.values()} == {True}
-    assert whole.to_record().pooled_effective_rank == pytest.approx(rank(tokens.double().mean(1)), rel=1e-12)
+    torch.manual_seed(0)
+    state = rw.Audit.merge(inputs(tokens, 20, keep_moments=True)).states[0]
+    assert state.pooled_effective_rank == pytest.approx(rank(tokens.double().mean(1)), rel=1e-12)
+    assert len(state.pooled["pooled_effective_rank"].array()) <= 8

@@ -30,7 +30,7 @@ from rankwise.importance.records import ImportanceRecord
 
 if TYPE_CHECKING:
     import pandas as pd
-    import plotly.graph_objects as go
+    from matplotlib.axes import Axes
 
 LOAD = "Read a saved audit with `rw.Audit.load(path)`."
 
@@ -206,20 +206,27 @@ class Audit(SavedRecord):
         text: str = report.document_text(report.document_of(self), width, verbose=verbose)
         return text
 
-    def plot(self, measure: str = "numerical_rank") -> "go.Figure":
-        """Return a Plotly heat map of one measure of `to_frame`: a row per layer, a column per head.
+    def plot(self, measure: str = "numerical_rank", *, ax: "Axes | None" = None) -> "Axes":
+        """Draw a measure of heads into matplotlib axes: a heat map with a row per layer, a column per head.
 
-        Raise `InputError` if plotly is not installed, the measure is unknown, or the audit has no heads.
+        Cells without a value are blank. Values beyond the color scale have its last color (an arrow at the
+        scale). Several stacks are drawn one below the other.
+
+        Args:
+            measure: name of a measure of heads, such as "effective_rank".
+            ax: axes to draw into; by default of a new figure.
+
+        Raises:
+            InputError: if matplotlib is not installed, or the measure is unknown or was not measured.
         """
-        return report_package().plot_heads(self, measure)
+        return report_package().plot_measure(self, measure, "heads", ax)
 
-    def plot_depth(self, measure: str | None = None) -> "go.Figure":
-        """Return a Plotly figure of token states through depth: a curve per stack, ± one standard deviation.
+    def plot_depth(self, measure: str = "direction_spread", *, ax: "Axes | None" = None) -> "Axes":
+        """Draw a measure of token states into matplotlib axes: a curve per stack, ± 1 standard deviation.
 
-        The figure shows one measure, such as ``spread``, or by default all measures in the report. Raise
-        `InputError` if plotly is not installed, the measure is unknown, or there are no token states.
+        Arguments and errors are those of `plot`.
         """
-        return report_package().plot_depth(self, measure)
+        return report_package().plot_measure(self, measure, "states", ax)
 
     def _repr_html_(self) -> str:
         """Return HTML for notebooks: the verdict and the table of layers of `summary`."""
