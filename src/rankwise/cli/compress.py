@@ -60,6 +60,12 @@ def command(
             "if the model allows them."
         ),
     ] = None,
+    uniform: Annotated[
+        bool,
+        typer.Option(
+            "--uniform", help="For heads: remove as many from each layer, for a plain configuration."
+        ),
+    ] = False,
     calibration_steps: Annotated[int, typer.Option(min=0, help="Steps of Adam per layer, for width.")] = 0,
     tokens: options.Tokens = 256,
     sequences: Annotated[int, typer.Option(min=1, help="Calibrate on this many, and hold out as many.")] = 32,
@@ -104,6 +110,7 @@ def command(
                 shares,
                 tolerances,
                 names,
+                uniform=uniform,
                 calibrate=calibration_steps,
                 held_out=held_out or None,
                 time=time,

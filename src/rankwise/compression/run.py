@@ -54,6 +54,7 @@ def compress(
     tolerance: float | int | Mapping[str, float | int] | None = None,
     parts: str | Sequence[str] | None = None,
     *,
+    uniform: bool = False,
     calibrate: int = 0,
     held_out: Iterable[Any] | None = None,
     time: bool = False,
@@ -90,6 +91,8 @@ def compress(
             the cost is above the tolerance.
         parts: names of the parts. Omit it if `keep` or `tolerance` is a mapping. By default, ``width`` and
             ``kv`` if the model allows them. ``heads`` is the default if the model allows neither.
+        uniform: if True, the part ``heads`` removes as many key heads from each layer, or as many query heads
+            of each key head, so that a plain configuration describes the result.
         calibrate: steps of Adam per layer of ``width``.
         held_out: data on which the costs are measured; the calibration data by default.
         time: if True, measure seconds per decoding step, or per pass, before and after.
@@ -114,9 +117,13 @@ def compress(
         (['width', 'kv'], 12.0, True)
     """
     targets = part_targets(parts, keep, tolerance)
+    mapped = {*chain(*(target for target in (keep, tolerance) if isinstance(target, Mapping)))}
     fix = "Load it first: `AutoModelForCausalLM.from_pretrained(name)`."
     instance_of("`model`", model, nn.Module, "a torch.nn.Module", fix=fix)
     check_changeable(model)
+    if uniform and ("heads" not in targets or (parts is None and "heads" not in mapped)):
+        expected, fix = "the part 'heads', which it is for", 'Name it: `parts="heads"`.'
+        raise CompressionError("`uniform`", expected=expected, got=", ".join(targets), fix=fix)
     whole_number("`calibrate`", calibrate, 0, error=CompressionError)
     if structure_of(model).changes:
         raise CompressionError(
@@ -157,6 +164,7 @@ def compress(
                     job = Job(
                         model, layers, data, eval_data, part_keep, part_tolerance, calibrate, seed, report
                     )
+                    job.uniform = uniform
                     solutions[name] = solve_part(name, job)
                     applied.enter_context(solutions[name].change)
                 changes = [solution.change for solution in solutions.values()]

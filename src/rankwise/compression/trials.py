@@ -49,6 +49,8 @@ class Job:
     """Steps of Adam per layer."""
     seed: int = 0
     on_progress: Progress = lambda step, done: None
+    uniform: bool = False
+    """If True, the part ``heads`` removes as many heads from each layer."""
 
 
 @dataclass
