@@ -373,13 +373,12 @@ def test_the_closer_of_two_fitting_rotations_is_taken(
 
 
 def test_a_layer_whose_decoding_from_the_cache_is_wrong_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = LatentState.decode
+    right = LatentState.decode_values
 
-    def wrong(self: LatentState, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, values = right(self, *given)
-        return keys, values * (1.01 if self.layer.module.endswith("0.self_attn") else 1)
+    def wrong(self: LatentState, latent: torch.Tensor) -> torch.Tensor:
+        return right(self, latent) * (1.01 if self.layer.module.endswith("0.self_attn") else 1)
 
-    monkeypatch.setattr(LatentState, "decode", wrong)
+    monkeypatch.setattr(LatentState, "decode_values", wrong)
     mask = torch.ones(8, 30, dtype=torch.long)
     mask[::2, :5] = 0  # outputs of padding are not compared
     done = rw.compress(qwen3(), [{**ids(8, 30), "attention_mask": mask}], keep=0.75, **QUICK)

@@ -30,7 +30,7 @@ from rankwise.importance.records import ImportanceRecord
 
 if TYPE_CHECKING:
     import pandas as pd
-    import plotly.graph_objects as go
+    from matplotlib.axes import Axes
 
 LOAD = "Read a saved audit with `rw.Audit.load(path)`."
 
@@ -61,7 +61,8 @@ class Audit(SavedRecord):
         Up to rounding, means, standard deviations, counts and nearest heads equal the values of one audit
         over all sequences. Findings are recomputed. Attention maps are those of the first audit; spectra and
         membership maps come from the first audit that has them. Importance is the mean over all tokens. The
-        set of removable heads, required widths and measures at initialization are omitted.
+        set of removable heads, required widths and measures at initialization are omitted, and so are ranks
+        of pooled states, keys and values, unless all audits were made with ``keep_moments``.
 
         Merging in several steps returns the same result as merging at once. Each audit stores only its most
         frequent token names, so counts of rarer names may be missing.
@@ -117,10 +118,12 @@ class Audit(SavedRecord):
         copies = list(statistics.copies.values())
         for address, initial_head in (heads_at_init(statistics, copies) if copies else {}).items():
             fields_of_heads[address]["at_init"] = initial_head
-        heads = statistics.head_records(fields_of_heads)
+        heads = statistics.head_records(fields_of_heads, keep_moments=statistics.keep_moments)
         initial = states_at_init(copies)
         states = [
-            states.to_record().model_copy(update={"at_init": initial.get(address)})
+            states.to_record(keep_moments=statistics.keep_moments).model_copy(
+                update={"at_init": initial.get(address)}
+            )
             for address, states in statistics.states.items()
         ]
         importance = None if measured is None else measured.record
@@ -203,20 +206,27 @@ class Audit(SavedRecord):
         text: str = report.document_text(report.document_of(self), width, verbose=verbose)
         return text
 
-    def plot(self, measure: str = "numerical_rank") -> "go.Figure":
-        """Return a Plotly heat map of one measure of `to_frame`: a row per layer, a column per head.
+    def plot(self, measure: str = "numerical_rank", *, ax: "Axes | None" = None) -> "Axes":
+        """Draw a measure of heads into matplotlib axes: a heat map with a row per layer, a column per head.
 
-        Raise `InputError` if plotly is not installed, the measure is unknown, or the audit has no heads.
+        Cells without a value are blank. Values beyond the color scale have its last color (an arrow at the
+        scale). Several stacks are drawn one below the other.
+
+        Args:
+            measure: name of a measure of heads, such as "effective_rank".
+            ax: axes to draw into; by default of a new figure.
+
+        Raises:
+            InputError: if matplotlib is not installed, or the measure is unknown or was not measured.
         """
-        return report_package().plot_heads(self, measure)
+        return report_package().plot_measure(self, measure, "heads", ax)
 
-    def plot_depth(self, measure: str | None = None) -> "go.Figure":
-        """Return a Plotly figure of token states through depth: a curve per stack, ± one standard deviation.
+    def plot_depth(self, measure: str = "direction_spread", *, ax: "Axes | None" = None) -> "Axes":
+        """Draw a measure of token states into matplotlib axes: a curve per stack, ± 1 standard deviation.
 
-        The figure shows one measure, such as ``spread``, or by default all measures in the report. Raise
-        `InputError` if plotly is not installed, the measure is unknown, or there are no token states.
+        Arguments and errors are those of `plot`.
         """
-        return report_package().plot_depth(self, measure)
+        return report_package().plot_measure(self, measure, "states", ax)
 
     def _repr_html_(self) -> str:
         """Return HTML for notebooks: the verdict and the table of layers of `summary`."""

@@ -32,6 +32,7 @@ measured on data that are held out: the second half of one text, or every second
 [bold]Examples[/bold]
 
   rankwise compress gpt2 --text book.txt --keep 0.5 --out gpt2-half
+  rankwise compress ./my-llama --text book.txt --parts blocks --remove 4
   rankwise compress ./my-bert --text train.jsonl --tolerance 0.01 --calibration-steps 200
   rankwise compress ./my-llama --text book.txt --keep heads=0.9 --keep kv=0.5
   rankwise compress ./my-vit --images photos/ --keep 0.75
@@ -52,7 +53,8 @@ def command(
         list[str] | None,
         typer.Option(
             help="Largest cost, instead of --keep, for all parts or one part (width=0.01): KL of the "
-            "attention in nats for width, KL of the outputs in nats for kv, share of the loss for heads."
+            "attention in nats for width, KL of the outputs in nats for kv, share of the loss for blocks and "
+            "heads."
         ),
     ] = None,
     parts: Annotated[
@@ -62,6 +64,15 @@ def command(
             "if the model allows them."
         ),
     ] = None,
+    remove: Annotated[
+        int | None, typer.Option(min=1, help="Number of blocks to remove, instead of --keep, for blocks.")
+    ] = None,
+    uniform: Annotated[
+        bool,
+        typer.Option(
+            "--uniform", help="For heads: remove as many from each layer, for a plain configuration."
+        ),
+    ] = False,
     calibration_steps: Annotated[int, typer.Option(min=0, help="Steps of Adam per layer, for width.")] = 0,
     tokens: options.Tokens = 256,
     sequences: Annotated[int, typer.Option(min=1, help="Calibrate on this many, and hold out as many.")] = 32,
@@ -99,7 +110,7 @@ def command(
 
     shares, tolerances = _target("--keep", keep), _target("--tolerance", tolerance)
     names = None if parts is None else [name.strip() for name in parts.split(",") if name.strip()]
-    part_targets(names, shares, tolerances)
+    part_targets(names, shares, tolerances, remove)
     check_data([model], context, text=text, images=images, dataset=dataset)
     data: dict[str, Any] = {"text": text, "images": images, "dataset": dataset}
     sizes: dict[str, Any] = {"tokens": tokens, "sequences": sequences, "batch_size": batch_size}
@@ -121,6 +132,8 @@ def command(
                 shares,
                 tolerances,
                 names,
+                remove=remove,
+                uniform=uniform,
                 calibrate=calibration_steps,
                 held_out=held_out or None,
                 time=time,
@@ -166,7 +179,7 @@ def _preview(context: typer.Context, load: Any, data: Any, parts: list[str] | No
         source = context.get_parameter_source(param.name or "")
         if param.name in ("model", "preview", "parts") or source is None or source.name != "COMMANDLINE":
             continue
-        if param.name in ("keep", "tolerance", "calibration_steps", "out", "time"):
+        if param.name in ("keep", "tolerance", "remove", "uniform", "calibration_steps", "out", "time"):
             fix = "Omit it: a preview has its own shares, changes nothing and measures time."
             raise InputError("--preview", expected=f"no {param.opts[0]}", got=param.opts[0], fix=fix)
         value = context.params[param.name or ""]

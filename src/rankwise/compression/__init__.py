@@ -1,4 +1,4 @@
-"""Make trained models smaller in place: remove heads, narrow queries and keys, shrink the cache.
+"""Make trained models smaller in place: remove blocks and heads, narrow queries and keys, shrink the cache.
 
 Names are imported on first use, so that records can be loaded without torch. The import of `load_compressed`
 or `save_compressed` lets ``from_pretrained`` of transformers load compressed models.
@@ -10,6 +10,7 @@ from rankwise._internals import lazy_names
 
 if TYPE_CHECKING:
     from rankwise.compression.records import (
+        BlockRemoval,
         CacheSize,
         Compression,
         HeadWidth,
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from rankwise.compression.ways import preview
 
 __all__ = [
+    "BlockRemoval",
     "CacheSize",
     "Compression",
     "HeadWidth",
@@ -39,7 +41,7 @@ __all__ = [
 ]
 
 
-PARTS = ("heads", "width", "kv")
+PARTS = ("blocks", "heads", "width", "kv")
 """Parts in the order of `compress`. Each part has the modules ``<part>_find`` and ``<part>_solve``."""
 DEFAULT_PARTS = ("width", "kv")
 """Parts that `compress` applies by default, if the model allows them. Removal of heads costs more."""

@@ -49,7 +49,7 @@ def find(model: nn.Module, batch: Any) -> tuple[list[LatentLayer], dict[str, str
 
 
 def full_latents(model: nn.Module, layers: list[LatentLayer], seed: int = 0) -> Change:
-    """Return the trial change: latents of full rank in a random orthonormal basis."""
+    """Return the trial change: latents of full rank in a random orthonormal basis, and no keys are kept."""
     generator = torch.Generator().manual_seed(seed)
     factors = []
     for layer in layers:
@@ -58,7 +58,7 @@ def full_latents(model: nn.Module, layers: list[LatentLayer], seed: int = 0) -> 
         basis = torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=weight.dtype)).Q
         wide = weight.shape[1] > size
         factors.append((basis @ weight, basis.mT) if wide else (basis, weight @ basis.mT))
-    return latent_change(model, layers, factors)
+    return latent_change(model, layers, factors, kept_bytes=0)
 
 
 def layer_weight(model: nn.Module, layer: LatentLayer) -> Float64[Tensor, "N D"]:

@@ -46,6 +46,21 @@ class LatentRank(Record):
     """Output KL in nats per token due to this layer, predicted to second order on the calibration data."""
 
 
+class BlockRemoval(Record):
+    """Cost of removing one block, on the calibration data."""
+
+    stack: str
+    site: str
+    """Name of the block in the original model."""
+    layer: int
+    cost: Number
+    """Increase of the loss if this block alone is removed, in the unit of the loss. NaN if it has to stay."""
+    step: int = 0
+    """Number of the step, from 1, in which the block was removed. 0 if it stays."""
+    joint_cost: Number = math.nan
+    """Increase of the loss without this block and the blocks of earlier steps. NaN if the block stays."""
+
+
 class LayerCost(Record):
     """Cost of one layer."""
 
@@ -103,6 +118,8 @@ class PreviewRow(Record):
     part: str = ""
     """Part of `compress`. Empty for a quantized cache."""
     keep: Number = math.nan
+    uniform: bool = False
+    """True if as many heads are removed from each layer."""
     bits: int = 0
     """Bits of keys and values, or of latents, which are simulated. 0 if they are not quantized."""
     cost: WindowCost = Field(default_factory=WindowCost)
@@ -170,6 +187,8 @@ class Compression(SavedRecord):
     heads: list[HeadWidth]
     layers: list[LayerCost]
     latents: list[LatentRank] = Field(default_factory=list)
+    blocks: list[BlockRemoval] = Field(default_factory=list)
+    """Costs of blocks, if the part ``blocks`` was done. Then other sites have names of the smaller model."""
     attention_kl: Number
     """Attention KL(M‖M′) in nats, mean over rows, heads and layers. NaN if no part measures it."""
     costs: list[WindowCost] = Field(default_factory=list)

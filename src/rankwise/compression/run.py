@@ -54,6 +54,8 @@ def compress(
     tolerance: float | int | Mapping[str, float | int] | None = None,
     parts: str | Sequence[str] | None = None,
     *,
+    remove: int | None = None,
+    uniform: bool = False,
     calibrate: int = 0,
     held_out: Iterable[Any] | None = None,
     time: bool = False,
@@ -64,6 +66,9 @@ def compress(
 
     Parts are done in this order; each starts from the model that the earlier parts left:
 
+    - ``blocks`` removes whole blocks, one after another. The cost of each block alone is measured, then the
+      joint cost with the blocks removed so far. The configuration gets fewer layers, so that the class of
+      the model loads the result without Rankwise.
     - ``heads`` removes attention heads with their weights. Query heads that share keys are removed together.
     - ``width`` narrows queries and keys. Without rotary positions, r columns remain: logits Q Kᵀ become
       (Q A)(K B)ᵀ with A = S^½ V_r and B = S^−½ V_r, where V are the eigenvectors of S^½ P S^½, P = Σ qqᵀ and
@@ -82,14 +87,18 @@ def compress(
         batches: calibration data; a few thousand tokens.
         keep: share to keep, 0 < keep < 1; 0.5 by default. A mapping names its parts, such as
             ``{"heads": 0.9, "kv": 0.5}``; a number applies to each part. The unit depends on the part:
-            channels of queries and keys for ``width``, the number of heads for ``heads``. For ``kv``, bytes
-            of the cache of 4,096 tokens, or as many as the model reads, with windows as they are kept.
+            channels of queries and keys for ``width``, the number of blocks for ``blocks``, of heads for
+            ``heads``. For ``kv``, bytes of the cache of 4,096 tokens, or as many as the model reads, with
+            windows as they are kept.
         tolerance: instead of `keep`, the largest cost on the calibration data, as a number or a mapping. The
             cost of ``width`` is attention KL in nats. The cost of ``kv`` is the KL of the outputs in nats,
-            predicted to second order. The cost of ``heads`` is a share of the loss. The record has a note if
-            the cost is above the tolerance.
+            predicted to second order. The cost of ``blocks`` and ``heads`` is a share of the loss. The record
+            has a note if the cost is above the tolerance.
         parts: names of the parts. Omit it if `keep` or `tolerance` is a mapping. By default, ``width`` and
             ``kv`` if the model allows them. ``heads`` is the default if the model allows neither.
+        remove: number of blocks to remove, instead of a target of the part ``blocks``.
+        uniform: if True, the part ``heads`` removes as many key heads from each layer, or as many query heads
+            of each key head, so that a plain configuration describes the result.
         calibrate: steps of Adam per layer of ``width``.
         held_out: data on which the costs are measured; the calibration data by default. Batches may have
             several lengths: costs are measured for each, and the largest is the headline.
@@ -114,8 +123,12 @@ def compress(
         >>> done.parts, done.mean_width, done.cache_bytes_after / done.cache_bytes_before <= 0.5
         (['width', 'kv'], 12.0, True)
     """
-    targets = part_targets(parts, keep, tolerance)
+    targets = part_targets(parts, keep, tolerance, remove)
+    mapped = {*chain(*(target for target in (keep, tolerance) if isinstance(target, Mapping)))}
     check_compressible(model)
+    if uniform and ("heads" not in targets or (parts is None and "heads" not in mapped)):
+        expected, fix = "the part 'heads', which it is for", 'Name it: `parts="heads"`.'
+        raise CompressionError("`uniform`", expected=expected, got=", ".join(targets), fix=fix)
     whole_number("`calibrate`", calibrate, 0, error=CompressionError)
     data = list(each_batch(batches))
     eval_data = list(each_batch(held_out, "held_out")) if held_out is not None else data
@@ -129,14 +142,25 @@ def compress(
 
     solutions: dict[str, Solution] = {}
     modes = {name: module.training for name, module in model.named_modules()}
-    named = parts is not None or isinstance(keep, Mapping) or isinstance(tolerance, Mapping)
+    named = any((parts is not None, remove, isinstance(keep, Mapping), isinstance(tolerance, Mapping)))
     # New linear layers draw random weights, which must not change the caller's random numbers.
     with eval_mode(model), preserve_random_state(model):
         try:
             report("the parts that the model allows")
             layers_of = find_parts(model, data[0], list(targets) if named else None)
             jobs = {
-                name: Job(model, layers, data, eval_data, *targets[name], calibrate, seed, report)
+                name: Job(
+                    model,
+                    layers,
+                    data,
+                    eval_data,
+                    *targets[name],
+                    calibrate,
+                    seed,
+                    report,
+                    remove,
+                    uniform=uniform,
+                )
                 for name, layers in layers_of.items()
             }
             for name, job in jobs.items():
@@ -179,35 +203,42 @@ def part_targets(
     parts: str | Sequence[str] | None,
     keep: float | int | Mapping[str, float | int] | None,
     tolerance: float | int | Mapping[str, float | int] | None,
+    remove: int | None = None,
 ) -> Targets:
     """Return the share to keep (by default 0.5) or the tolerance of each named part, in the order of `PARTS`.
 
-    If no part is named, all parts get the same target. Raise `CompressionError` for an invalid target.
+    Both are None for blocks if `remove` is their number. If no part is named, all parts get the same target.
+    Raise `CompressionError` for an invalid target.
     """
-    targets = {"keep": 0.5 if keep is None and tolerance is None else keep, "tolerance": tolerance}
+    numbers = None if remove is None else {"blocks": whole_number("`remove`", remove, error=CompressionError)}
+    targets = {"keep": keep, "tolerance": tolerance, "remove": numbers}
+    if not any(target is not None for target in targets.values()):
+        targets["keep"] = 0.5
     mappings = [target for target in targets.values() if isinstance(target, Mapping)]
 
     def refused(subject: str, expected: str, got: str, fix: str) -> CompressionError:
         return CompressionError(subject, expected=expected, got=got, fix=fix)
 
-    if mappings and parts is not None:
+    if mappings != [numbers] and mappings and parts is not None:
         raise refused("`parts`", "None, because the targets name their parts", repr(parts), "Omit it.")
     listed = isinstance(parts, Sequence) and not isinstance(parts, str)
     names: list[Any] = [*PARTS] if parts is None else [*parts] if listed else [parts]
-    names = [*dict.fromkeys(chain(*mappings))] if mappings else names
+    names = [*dict.fromkeys(chain(*mappings))] if mappings and parts is None else names
     if not names:
         raise refused("`parts`", "at least one part", "none", f"Known: {', '.join(PARTS)}.")
     for name in names:
         one_of("`parts`", name, PARTS, error=CompressionError)
+    if numbers and "blocks" not in names:
+        raise refused("`remove`", "None without the part 'blocks'", repr(remove), "Omit it, or use `keep`.")
     pairs: Targets = {}
     for name in sorted(set(names), key=PARTS.index):
         pair = {kind: x.get(name) if isinstance(x, Mapping) else x for kind, x in targets.items()}
         count = sum(target is not None for target in pair.values())
         if count != 1:
             fix = "Omit one of them." if count else "Omit the part."
-            raise refused(
-                f"part {name!r}", "a share to keep or a tolerance", "both" if count else "None", fix
-            )
+            expected = "a share to keep or a tolerance" + (", or a number to remove" if numbers else "")
+            got = "both" if count == 2 else "all" if count else "None"
+            raise refused(f"part {name!r}", expected, got, fix)
         for kind, interval in (("keep", "(0, 1)"), ("tolerance", "(0, inf)")):
             if (number := pair[kind]) is not None:
                 in_range(f"`{kind}`", number, interval, error=CompressionError)
@@ -306,7 +337,7 @@ def _record(
     seed: int,
 ) -> Compression:
     every = list(solutions.values())
-    left = every[0].key_heads  # the part `heads` comes first; other parts have no key heads
+    left = next((solution.key_heads for solution in every if solution.key_heads), {})
     heads = [head for solution in every for head in solution.heads]
     heads = [
         head.model_copy(update={"head": left[head.site][head.head]})
@@ -331,12 +362,12 @@ def _record(
         )
     for name, solution in solutions.items():
         cost = solution.cost
-        if len(solutions) == 1 and name != "heads":  # then all measured costs are due to this part
+        # if there is one part, all measured costs are due to it
+        if len(solutions) == 1 and name not in ("blocks", "heads"):
             kl = max(cost.output_kl for cost in measured["costs"])
             cost = kl if name == "kv" else mean(costs.values())
-        spread = {"kv": worst.spread, "heads": worst.spread / (worst.loss_before or math.nan)}.get(
-            name, math.nan
-        )
+        share = worst.spread / (worst.loss_before or math.nan)
+        spread = {"kv": worst.spread, "blocks": share, "heads": share}.get(name, math.nan)
         notes += _part_notes(name, targets[name][1], solution, measured_on, cost, spread)
     record = Compression(
         model=config_value(model, "name_or_path") or type(model).__name__,
@@ -347,6 +378,7 @@ def _record(
         heads=heads,
         layers=layers,
         latents=latents,
+        blocks=[block for solution in every for block in solution.blocks],
         attention_kl=mean(layer.attention_kl for layer in layers),
         left_out={site: reason for solution in every for site, reason in solution.skipped.items()},
         notes=notes,
@@ -374,8 +406,9 @@ def _part_notes(
     """Return notes if a part removed nothing, or if its tolerance is below its cost or the cost's spread."""
     heads, latents = solution.heads, solution.latents
     removed = [*(x.width < x.before for x in heads), *(x.rank < x.full_rank for x in latents)]
+    removed += [block.step > 0 for block in solution.blocks]
     notes = [] if any(removed) else [f"{part}: nothing was removed. Lower `keep` or raise the tolerance."]
-    attention = mean(head.kl_calibrated for head in heads) if part != "heads" else 0.0
+    attention = mean(head.kl_calibrated for head in heads) if part not in ("blocks", "heads") else 0.0
     costs = {"the calibration data": max(attention, sum(latent.output_kl for latent in latents))}
     costs[measured_on] = max(costs.get(measured_on, 0.0), measured)  # NaN does not replace a number
     if tolerance is not None and tolerance < spread:

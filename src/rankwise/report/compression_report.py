@@ -25,7 +25,7 @@ def compression_document(record: Compression) -> Document:
     removed = [head for head in record.heads if head.part == "heads"]
     narrowed = [head for head in record.heads if head.part != "heads"]
     left_out = [[site, reason] for site, reason in record.left_out.items()]
-    left = Table("Unchanged", ["attention layer", "why"], left_out)
+    left = Table("Unchanged", ["layer", "why"], left_out)
     return Document(
         command="Rankwise compress",
         heading=model_name(record.model),
@@ -36,7 +36,7 @@ def compression_document(record: Compression) -> Document:
             Section(
                 "costs", "Costs and savings", tables=[_costs(record), _savings(record), _quantized(record)]
             ),
-            Section("layers", "Layers", tables=[_latents(record), _layers(record), left]),
+            Section("layers", "Layers", tables=[_blocks(record), _latents(record), _layers(record), left]),
             Section("next", "Load the model", code=record.about.get("load", "")),
         ),
         notes=record.notes,
@@ -46,6 +46,9 @@ def compression_document(record: Compression) -> Document:
 
 def _headline(record: Compression, removed: list[HeadWidth], narrowed: list[HeadWidth]) -> str:
     words = []
+    if record.blocks:
+        count = sum(block.step > 0 for block in record.blocks)
+        words.append(f"{count} of {len(record.blocks)} blocks removed")
     if removed:
         words.append(f"{sum(not head.width for head in removed)} of {len(removed)} heads removed")
     if narrowed:
@@ -120,6 +123,15 @@ def _savings(record: Compression) -> Table:
     return Table("Savings", ["", "before", "after", "after/before"], rows)
 
 
+def _blocks(record: Compression) -> Table:
+    rows = [
+        [x.site, format_number(x.cost, 4), str(x.step or MISSING), format_number(x.joint_cost, 4)]
+        for x in record.blocks
+    ]
+    note = "Increase of the loss on the calibration data, in the unit of the loss."
+    return Table("Blocks", ["block", "cost alone", "removed in step", "joint cost so far"], rows, note=note)
+
+
 def _quantized(record: Compression) -> Table:
     size = record.kept_cache
     rows = [PreviewRow(part="kv", cost=record.worst, cache_bytes=size.after), *record.quantized]
@@ -151,7 +163,8 @@ def way_name(row: PreviewRow) -> str:
     """Return the words for a way to make a model smaller."""
     if not row.part:
         return f"{row.bits}-bit keys and values"
-    keep = f"{row.part}, keep {row.keep:g}" if math.isfinite(row.keep) else row.part
+    part = f"uniform {row.part}" if row.uniform else row.part
+    keep = f"{part}, keep {row.keep:g}" if math.isfinite(row.keep) else part
     return f"{keep}, latents in {row.bits} bits" if row.bits else keep
 
 
@@ -187,7 +200,8 @@ def preview_document(record: Preview, command: str = "") -> Document:
     for row in {way_name(row): row for row in chosen.values() if row}.values():
         options = f'{{"backend": "hqq", "nbits": {row.bits}}}'
         quantized = f'model.generate(ids, cache_implementation="quantized", cache_config={options})'
-        code.append(f"{command} --parts {row.part} --keep {row.keep:g}" if row.part else quantized)
+        compressed = f"{command} --parts {row.part} --keep {row.keep:g}" + " --uniform" * row.uniform
+        code.append(compressed if row.part else quantized)
     same = PreviewRow(part="unchanged", parameters=record.parameters, cache_bytes=record.cache_bytes)
     cells = [
         [*_cells(row, record.cache_bytes), format_number(row.time, 2)]
