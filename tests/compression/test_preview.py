@@ -104,9 +104,17 @@ def test_rows_are_the_outcome_of_compress(part: str) -> None:
     with untouched(model):
         done = preview(model, **DATA, parts=part)
     rows = [row for row in done.rows if row.part and not row.bits]
-    assert [row.keep for row in rows] == [0.75, 0.5, 0.25]
+    uniform = [False] * 3 + [True] * 3 * (part == "heads")
+    assert [(row.keep, row.uniform) for row in rows] == list(
+        zip([0.75, 0.5, 0.25] * 2, uniform, strict=False)
+    )
     for row in rows:
-        outcome = rw.compress(gpt2(), DATA["batches"], keep={part: row.keep}, held_out=DATA["held_out"])
+        options: dict[str, Any] = {"held_out": DATA["held_out"], "uniform": row.uniform}
+        if row.refused:
+            with pytest.raises(CompressionError, match=re.escape(row.refused)):
+                rw.compress(gpt2(), DATA["batches"], keep={part: row.keep}, **options)
+            continue
+        outcome = rw.compress(gpt2(), DATA["batches"], keep={part: row.keep}, **options)
         assert row.cost.loss_added == pytest.approx(outcome.worst.loss_added, rel=1e-6, abs=1e-9)
         assert (row.cost.tokens, row.parameters) == (outcome.worst.tokens, outcome.parameters_after)
         assert (row.cache_bytes, done.cache_bytes) == (outcome.cache_bytes_after, outcome.cache_bytes_before)
@@ -130,7 +138,7 @@ def test_a_quantized_cache_has_the_bytes_of_its_numbers_scales_and_zeros() -> No
 
 
 def test_what_a_model_does_not_allow_is_a_row_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    done = preview(bert(), [ids(8, 30)])
+    done = preview(bert(), [ids(8, 30)], parts=("width", "kv"))
     assert [(row.part, bool(row.refused)) for row in done.rows if row.part == "kv"] == [("kv", True)]
     assert not any(row.bits for row in done.rows)
     assert math.isnan(done.rows[0].cost.loss_before)
@@ -138,9 +146,9 @@ def test_what_a_model_does_not_allow_is_a_row_with_the_reason(monkeypatch: pytes
     cache = {**ids(8, 30), "past_key_values": DynamicCache()}
     [row, *_] = preview(gpt2(), [cache], parts="heads").rows
     assert "the batch: expected no cache, got a DynamicCache. Leave it out" in row.refused
-    monkeypatch.setattr("rankwise.compression.heads_solve.difference", lambda *_: 1 / 0)
-    done = preview(gpt2(), **DATA, parts=("heads", "kv"))
-    assert {row.refused for row in done.rows if row.part == "heads"} == {
+    monkeypatch.setattr("rankwise.compression.width_solve.head_curves", lambda *_: 1 / 0)
+    done = preview(gpt2(), **DATA, parts=("width", "kv"))
+    assert {row.refused for row in done.rows if row.part == "width"} == {
         "ZeroDivisionError: division by zero"
     }
     assert not any(row.refused for row in done.rows if row.part == "kv")

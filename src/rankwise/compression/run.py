@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rankwise._internals.batches import batch_size, each_batch, to_device
+from rankwise._internals.batches import batch_size, each_batch, to_device, without_logits
 from rankwise._internals.forward import (
     Progress,
     check_in_memory,
@@ -318,7 +318,7 @@ def read_lengths(model: nn.Module, batches: list[Any], name: str) -> list[list[i
         sites: list[CapturedMixer] = []
         failures = batch_errors(model, batch, f"`{name}`, batch {number}")
         with failures, torch.no_grad(), capture(model, on_mixer=sites.append):
-            run_model(model, to_device(batch, device_of(model)))
+            run_model(model, without_logits(model, to_device(batch, device_of(model))))
         lengths.append(sites[0].valid_tokens.sum(1).tolist() if sites else [])
     return lengths
 
@@ -358,7 +358,7 @@ def _record(
     if worst.loss_added < worst.spread:
         notes.append(
             f"The loss added, {worst.loss_added:.2g}, is below its spread over {worst.windows} windows, ± "
-            f"{worst.spread:.2g}: hold out more data to tell it from 0."
+            f"{worst.spread:.2g}: these data do not tell it from 0."
         )
     for name, solution in solutions.items():
         cost = solution.cost
@@ -414,7 +414,7 @@ def _part_notes(
     if tolerance is not None and tolerance < spread:
         notes.append(
             f"{part}: the tolerance {tolerance:g} is below the spread of the cost, ± {spread:.2g}: "
-            "hold out more data."
+            "hold out more data to test it."
         )
     return notes + [
         f"{part}: the cost on {data} is {cost:.3g}, above the tolerance {tolerance:g}."
