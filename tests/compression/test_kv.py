@@ -39,7 +39,13 @@ from rankwise.compression.kv_modules import (
     LatentProjection,
     LatentState,
 )
-from rankwise.compression.kv_solve import collect_moments, largest_ranks, ranks_for_tolerance, weighted_svd
+from rankwise.compression.kv_solve import (
+    SecondMoments,
+    collect_moments,
+    largest_ranks,
+    ranks_for_tolerance,
+    weighted_svd,
+)
 from rankwise.compression.trials import find_part
 from rankwise.compression.width_find import random_bases
 from rankwise.compression.width_modules import narrow_layers
@@ -82,6 +88,31 @@ def test_factors_have_the_least_weighted_error_of_their_rank(rank: int) -> None:
     assert torch.allclose(other_up @ other_down, up @ down, atol=1e-6)  # the scale of moments has no effect
     down, up = found.factors(9)
     assert torch.allclose(up @ down, weight, atol=1e-6)
+
+
+def test_the_weight_of_the_first_token_does_not_depend_on_the_length_of_windows() -> None:
+    """All later tokens read the first: its squared gradient grows with the window, as its share falls."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=generator, dtype=torch.float64)
+
+    weight, first, rotated = normal(12, 9), normal(9) / 4, normal(9, 8)
+    errors, plain = [], []
+    for tokens in (64, 1024):
+        moment = SecondMoments(*(torch.zeros(size, size, dtype=torch.float64) for size in (9, 12)), weight)
+        for _ in range(8192 // tokens):
+            x = torch.cat([first[None], normal(tokens - 1, 8) @ rotated.mT])
+            g = torch.cat([normal(1, 12) * tokens**0.5, normal(tokens - 1, 12)])
+            moment.add(x, g)
+        moment.finish()
+        assert float(moment.tokens.trace() * moment.gradients.trace()) == pytest.approx(moment.sizes / 8192)
+        alike = x.mT @ x / tokens, g.mT @ g / tokens  # the factors of K-FAC
+        for found, given in ((errors, (moment.tokens, moment.gradients)), (plain, alike)):
+            down, up = weighted_svd(weight, *given).factors(6)
+            found.append(float(((weight - up @ down) @ first).norm() / (weight @ first).norm()))
+    assert max(errors) < 1.25 * min(errors)
+    assert plain[1] > 1.25 * max(errors)
 
 
 def test_bytes_are_spent_on_the_largest_directions() -> None:

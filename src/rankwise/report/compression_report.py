@@ -89,16 +89,16 @@ def _costs(record: Compression) -> Table:
         "loss": lambda cost: format_number(cost.loss_before, 4),
         "loss added": lambda cost: format_number(cost.loss_added, 4),
         "±": lambda cost: format_number(cost.spread, 4),
-        "KL of outputs": lambda cost: format_number(cost.output_kl, 4),
-        "error of outputs": lambda cost: format_number(cost.output_error, 4),
-        "of first token": lambda cost: format_number(cost.first_error, 4),
-        "of others": lambda cost: format_number(cost.other_error, 4),
+        "KL": lambda cost: format_number(cost.output_kl, 4),
+        "error": lambda cost: format_number(cost.output_error, 4),
+        "first": lambda cost: format_number(cost.first_error, 4),
+        "others": lambda cost: format_number(cost.other_error, 4),
     }
     rows = [[cell(cost) for cell in columns.values()] for cost in record.costs]
     told = [number for number in range(len(columns)) if any(row[number] != MISSING for row in rows)]
     note = (
-        f"Measured on {record.measured_on}, by length of windows. ±: standard error over windows. KL: nats "
-        "per token. Error: ‖y′ − y‖/‖y‖."
+        f"Measured on {record.measured_on}, by length of windows. ±: standard error over windows. KL of the "
+        "outputs: nats per token. Error: ‖y′ − y‖/‖y‖ of the outputs, of the first tokens, and of the others."
     )
     if math.isfinite(record.attention_kl):
         note += (
