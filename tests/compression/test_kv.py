@@ -101,18 +101,19 @@ def test_the_weight_of_the_first_token_does_not_depend_on_the_length_of_windows(
     errors, plain = [], []
     for tokens in (64, 1024):
         moment = SecondMoments(*(torch.zeros(size, size, dtype=torch.float64) for size in (9, 12)), weight)
+        alike = torch.zeros_like(moment.tokens), torch.zeros_like(moment.gradients)  # the factors of K-FAC
         for _ in range(8192 // tokens):
             x = torch.cat([first[None], normal(tokens - 1, 8) @ rotated.mT])
-            g = torch.cat([normal(1, 12) * tokens**0.5, normal(tokens - 1, 12)])
+            g = torch.cat([normal(1, 12) * 4 * tokens**0.5, normal(tokens - 1, 12)])
             moment.add(x, g)
+            alike = alike[0] + x.mT @ x, alike[1] + g.mT @ g
         moment.finish()
         assert float(moment.tokens.trace() * moment.gradients.trace()) == pytest.approx(moment.sizes / 8192)
-        alike = x.mT @ x / tokens, g.mT @ g / tokens  # the factors of K-FAC
         for found, given in ((errors, (moment.tokens, moment.gradients)), (plain, alike)):
-            down, up = weighted_svd(weight, *given).factors(6)
+            down, up = weighted_svd(weight, *given).factors(3)
             found.append(float(((weight - up @ down) @ first).norm() / (weight @ first).norm()))
     assert max(errors) < 1.25 * min(errors)
-    assert plain[1] > 1.25 * max(errors)
+    assert plain[1] > 1.5 * plain[0] > 1.5 * max(errors)
 
 
 def test_bytes_are_spent_on_the_largest_directions() -> None:
@@ -142,7 +143,7 @@ def test_a_share_counts_windows_and_a_share_that_is_out_of_reach_is_refused_befo
     assert cache_bytes(in_steps(windowed(), ids(1, 64))[1]) == size.before
 
 
-def test_the_order_of_sequences_and_padding_do_not_change_moments() -> None:
+def test_padding_does_not_change_moments() -> None:
     model, batch = llama(), ids(6, 12)
     layers = find_cached_layers(model, batch)[0]
     said: list[str] = []
@@ -152,8 +153,6 @@ def test_the_order_of_sequences_and_padding_do_not_change_moments() -> None:
 
     frozen = model.lm_head.weight.requires_grad_(False)
     one = collect_moments(model, layers, [batch], 0, say)[0]
-    flipped = {"input_ids": batch["input_ids"].flip(0)}
-    assert torch.allclose(collect_moments(model, layers, [flipped], 0, say)[0].tokens, one.tokens)
     padded = {
         "input_ids": torch.cat([batch["input_ids"], torch.ones(6, 5, dtype=torch.long)], 1),
         "attention_mask": torch.cat([torch.ones(6, 12), torch.zeros(6, 5)], 1).long(),
