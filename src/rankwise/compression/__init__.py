@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         HeadWidth,
         LatentRank,
         LayerCost,
+        MergedKeys,
     )
     from rankwise.compression.run import compress
     from rankwise.compression.save import load_compressed, save_compressed
@@ -23,13 +24,14 @@ __all__ = [
     "HeadWidth",
     "LatentRank",
     "LayerCost",
+    "MergedKeys",
     "compress",
     "load_compressed",
     "save_compressed",
 ]
 
 
-PARTS = ("heads", "width", "kv")
+PARTS = ("heads", "key-heads", "width", "kv")
 """Parts in the order of `compress`. Each part has the modules ``<part>_find`` and ``<part>_solve``."""
 DEFAULT_PARTS = ("width", "kv")
 """Parts that `compress` applies by default, if the model allows them. Removal of heads costs more."""

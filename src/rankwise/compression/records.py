@@ -43,6 +43,20 @@ class LatentRank(Record):
     """Output KL in nats per token due to this layer, predicted to second order on the calibration data."""
 
 
+class MergedKeys(Record):
+    """Key heads of one layer that were merged."""
+
+    stack: str
+    site: str
+    layer: int
+    groups: list[list[int]]
+    """Numbers of the original key heads that became one, in the order of the new key heads."""
+    key_error: Number
+    """Relative error of logits, ‖L′ − L‖/‖L‖ over all pairs of calibration tokens, before positions."""
+    value_error: Number
+    """Relative error of the contributions of values to the output, before the least squares."""
+
+
 class LayerCost(Record):
     """Cost of one layer."""
 
@@ -70,6 +84,7 @@ class Compression(SavedRecord):
     heads: list[HeadWidth]
     layers: list[LayerCost]
     latents: list[LatentRank] = Field(default_factory=list)
+    merged: list[MergedKeys] = Field(default_factory=list)
     attention_kl: Number
     """Attention KL(M‖M′) in nats, mean over rows, heads and layers. NaN if no part measures it."""
     output_kl: Number = math.nan

@@ -302,7 +302,10 @@ def _record(
     seed: int,
 ) -> Compression:
     every = list(solutions.values())
-    left = every[0].key_heads  # the part `heads` comes first; other parts have no key heads
+    left: dict[str, list[int]] = {}
+    for solution in every:  # later parts count the key heads that earlier parts left
+        for site, kept in solution.key_heads.items():
+            left[site] = [left[site][head] for head in kept] if site in left else kept
     heads = [head for solution in every for head in solution.heads]
     heads = [
         head.model_copy(update={"head": left[head.site][head.head]})
@@ -311,7 +314,8 @@ def _record(
         for head in heads
     ]
     latents = [latent for solution in every for latent in solution.latents]
-    numbers = {head.site: head.layer for head in heads} | {latent.site: latent.layer for latent in latents}
+    merged = [merged for solution in every for merged in solution.merged]
+    numbers = {item.site: item.layer for item in (*heads, *latents, *merged)}
     costs = {latent.site: math.nan for latent in latents}
     for solution in every:  # NaN, the cost of the part `heads`, must not replace a measured cost
         costs |= {
@@ -321,7 +325,7 @@ def _record(
     notes = [note for solution in every for note in solution.notes]
     for name, solution in solutions.items():
         cost = solution.cost
-        if len(solutions) == 1 and name != "heads":  # then all measured costs are due to this part
+        if len(solutions) == 1 and name in ("width", "kv"):  # then all measured costs are due to this part
             cost = measured["output_kl"] if name == "kv" else mean(costs.values())
         notes += _part_notes(name, targets[name][1], solution, measured_on, cost)
     return Compression(
@@ -333,6 +337,7 @@ def _record(
         heads=heads,
         layers=layers,
         latents=latents,
+        merged=merged,
         attention_kl=mean(layer.attention_kl for layer in layers),
         left_out={site: reason for solution in every for site, reason in solution.skipped.items()},
         notes=notes,
@@ -347,8 +352,9 @@ def _part_notes(
     """Return notes if a part removed nothing, or if it costs more than its tolerance."""
     heads, latents = solution.heads, solution.latents
     removed = [*(x.width < x.before for x in heads), *(x.rank < x.full_rank for x in latents)]
+    removed += [bool(solution.merged)]
     notes = [] if any(removed) else [f"{part}: nothing was removed. Lower `keep` or raise the tolerance."]
-    attention = mean(head.kl_calibrated for head in heads) if part != "heads" else 0.0
+    attention = mean(head.kl_calibrated for head in heads) if part == "width" else 0.0
     costs = {"the calibration data": max(attention, sum(latent.output_kl for latent in latents))}
     costs[measured_on] = max(costs.get(measured_on, 0.0), measured)  # NaN does not replace a number
     return notes + [

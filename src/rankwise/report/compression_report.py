@@ -24,7 +24,7 @@ def compression_document(record: Compression) -> Document:
         verdict=Verdict(sentence=_headline(record, removed, narrowed)),
         sections=nonempty(
             Section("costs", "Costs and savings", tables=[_costs(record), _savings(record)]),
-            Section("layers", "Layers", tables=[_latents(record), _layers(record), left]),
+            Section("layers", "Layers", tables=[_merged(record), _latents(record), _layers(record), left]),
             Section("next", "Load the model", code=record.about.get("load", "")),
         ),
         notes=record.notes,
@@ -36,6 +36,12 @@ def _headline(record: Compression, removed: list[HeadWidth], narrowed: list[Head
     words = []
     if removed:
         words.append(f"{sum(not head.width for head in removed)} of {len(removed)} heads removed")
+    if record.merged:
+        before, after = (
+            mean(count(x) for x in record.merged)
+            for count in (lambda x: sum(map(len, x.groups)), lambda x: len(x.groups))
+        )
+        words.append(f"{before:.0f} key heads per layer merged to {after:.0f}")
     if narrowed:
         before = mean(head.before for head in narrowed)
         words.append(f"queries and keys narrowed from {before:.0f} to {record.mean_width:.1f} on average")
@@ -54,7 +60,7 @@ def _headline(record: Compression, removed: list[HeadWidth], narrowed: list[Head
     elif math.isfinite(record.attention_kl):
         cost = f"attention KL {format_number(record.attention_kl, 4)} nats"
     sizes = [("parameters", record.parameters_before, record.parameters_after)]
-    if record.latents:
+    if record.latents or record.merged:
         sizes.append(("bytes of cache", record.cache_bytes_before, record.cache_bytes_after))
     saving = "".join(
         f", {abs(1 - after / before):.1%} {'fewer' if after <= before else 'more'} {noun}"
@@ -94,6 +100,20 @@ def _savings(record: Compression) -> Table:
         numbers = (format_number(number, 2) for number in (before, after, after / before))
         rows.append([f"{record.timed}, ms", *numbers])
     return Table("Savings", ["", "before", "after", "after/before"], rows)
+
+
+def _merged(record: Compression) -> Table:
+    columns = ["layer", "key heads that became one", "error of logits", "error of values"]
+    rows = [
+        [
+            f"{x.stack} {x.layer}".strip(),
+            "; ".join(" ".join(map(str, heads)) for heads in x.groups),
+            *(format_number(error) for error in (x.key_error, x.value_error)),
+        ]
+        for x in record.merged
+    ]
+    note = "Relative errors on the calibration data, before the least squares of the outputs."
+    return Table("Merged key heads", columns, rows, note=note)
 
 
 def _latents(record: Compression) -> Table:
