@@ -4,7 +4,7 @@ import math
 
 from rankwise._internals.batches import first_sequences, to_device
 from rankwise._internals.forward import Change, device_of
-from rankwise.compression.blocks_find import Plan, Stack, difference, removal
+from rankwise.compression.blocks_find import Plan, difference, removal
 from rankwise.compression.blocks_repair import repair
 from rankwise.compression.records import BlockRemoval
 from rankwise.compression.trials import Job, Solution
@@ -24,8 +24,11 @@ def solve(job: Job) -> Solution:
     the number to remove, or before the joint cost exceeds the tolerance.
     """
     stacks, skipped = job.found
-    total, count = sum(stack.size for stack in stacks), _count(job, stacks)
-    passes = passes_without_blocks(job.model, job.batches, job.seed, job.on_progress)
+    total, count = sum(stack.size for stack in stacks), check(job)
+    if "blocks" not in job.kept:
+        first = passes_without_blocks(job.model, job.batches, job.seed, job.on_progress)
+        job.kept["blocks"] = first, dict[frozenset[str], float]()
+    passes, measured = job.kept["blocks"]
     places = {stack.block(number): (stack, number) for stack in stacks for number in stack.removable}
     done, planned = 0, len(places) + (0 if count is None else (count - 1) * TRIES)
 
@@ -34,9 +37,11 @@ def solve(job: Job) -> Solution:
         nonlocal done
         done += 1
         every = max(done, planned)
-        job.on_progress(f"pass {done} of about {every}: without {', '.join(blocks)}", done / every)
-        cost = passes.mean(passes.without({}, blocks) - passes.losses)
-        return math.inf if math.isnan(cost) else cost
+        if frozenset(blocks) not in measured:
+            job.on_progress(f"pass {done} of about {every}: without {', '.join(blocks)}", done / every)
+            cost = passes.mean(passes.without({}, blocks) - passes.losses)
+            measured[frozenset(blocks)] = math.inf if math.isnan(cost) else cost
+        return measured[frozenset(blocks)]
 
     alone = {name: joint(name) for name in places}
     added, removed = dict(alone), dict[str, float]()  # last measured increases, and joint costs
@@ -116,8 +121,12 @@ def solve(job: Job) -> Solution:
     )
 
 
-def _count(job: Job, stacks: list[Stack]) -> int | None:
-    """Return the number of blocks to remove. Return None if there is a tolerance."""
+def check(job: Job) -> int | None:
+    """Return the number of blocks to remove; None for a tolerance.
+
+    Raise `CompressionError` if the model has too few blocks.
+    """
+    stacks = job.found[0]
     if job.tolerance is not None:
         return None
     total = sum(stack.size for stack in stacks)
