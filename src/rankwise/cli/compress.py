@@ -67,6 +67,12 @@ def command(
     remove: Annotated[
         int | None, typer.Option(min=1, help="Number of blocks to remove, instead of --keep, for blocks.")
     ] = None,
+    uniform: Annotated[
+        bool,
+        typer.Option(
+            "--uniform", help="For heads: remove as many from each layer, for a plain configuration."
+        ),
+    ] = False,
     calibration_steps: Annotated[int, typer.Option(min=0, help="Steps of Adam per layer, for width.")] = 0,
     tokens: options.Tokens = 256,
     sequences: Annotated[int, typer.Option(min=1, help="Calibrate on this many, and hold out as many.")] = 32,
@@ -127,6 +133,7 @@ def command(
                 tolerances,
                 names,
                 remove=remove,
+                uniform=uniform,
                 calibrate=calibration_steps,
                 held_out=held_out or None,
                 time=time,

@@ -55,6 +55,7 @@ def compress(
     parts: str | Sequence[str] | None = None,
     *,
     remove: int | None = None,
+    uniform: bool = False,
     calibrate: int = 0,
     held_out: Iterable[Any] | None = None,
     time: bool = False,
@@ -96,6 +97,8 @@ def compress(
         parts: names of the parts. Omit it if `keep` or `tolerance` is a mapping. By default, ``width`` and
             ``kv`` if the model allows them. ``heads`` is the default if the model allows neither.
         remove: number of blocks to remove, instead of a target of the part ``blocks``.
+        uniform: if True, the part ``heads`` removes as many key heads from each layer, or as many query heads
+            of each key head, so that a plain configuration describes the result.
         calibrate: steps of Adam per layer of ``width``.
         held_out: data on which the costs are measured; the calibration data by default. Batches may have
             several lengths: costs are measured for each, and the largest is the headline.
@@ -121,7 +124,11 @@ def compress(
         (['width', 'kv'], 12.0, True)
     """
     targets = part_targets(parts, keep, tolerance, remove)
+    mapped = {*chain(*(target for target in (keep, tolerance) if isinstance(target, Mapping)))}
     check_compressible(model)
+    if uniform and ("heads" not in targets or (parts is None and "heads" not in mapped)):
+        expected, fix = "the part 'heads', which it is for", 'Name it: `parts="heads"`.'
+        raise CompressionError("`uniform`", expected=expected, got=", ".join(targets), fix=fix)
     whole_number("`calibrate`", calibrate, 0, error=CompressionError)
     data = list(each_batch(batches))
     eval_data = list(each_batch(held_out, "held_out")) if held_out is not None else data
@@ -142,7 +149,18 @@ def compress(
             report("the parts that the model allows")
             layers_of = find_parts(model, data[0], list(targets) if named else None)
             jobs = {
-                name: Job(model, layers, data, eval_data, *targets[name], calibrate, seed, report, remove)
+                name: Job(
+                    model,
+                    layers,
+                    data,
+                    eval_data,
+                    *targets[name],
+                    calibrate,
+                    seed,
+                    report,
+                    remove,
+                    uniform=uniform,
+                )
                 for name, layers in layers_of.items()
             }
             for name, job in jobs.items():
@@ -368,8 +386,8 @@ def _record(
         **measured,
     )
     notes += [
-        f"{row.bits}-bit keys and values cost less, {row.cost.cost:+.4f}, and take {row.cache_bytes:,} bytes of "
-        f"cache: quantize this model's cache instead of using latents."
+        f"{row.bits}-bit keys and values cost less, {row.cost.cost:+.4f}, and take {row.cache_bytes:,} bytes "
+        f"of cache: quantize this model's cache instead of using latents."
         for row in record.quantized
         if not row.refused and list(solutions) == ["kv"]
         if row.cost.cost < record.worst.cost and row.cache_bytes <= record.cache_bytes_after
