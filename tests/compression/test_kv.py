@@ -14,6 +14,7 @@ from tests.compression.compression_cases import (
     SIZES,
     Make,
     bigcode,
+    cache_bytes,
     cohere,
     gpt2,
     ids,
@@ -26,6 +27,7 @@ from tests.compression.compression_cases import (
     opt,
     output,
     qwen3,
+    windowed,
 )
 from tests.support.torch_names import hooks_of
 from tests.unchecked import unchecked
@@ -37,11 +39,10 @@ from rankwise.compression.kv_find import find_cached_layers, full_latents
 from rankwise.compression.kv_modules import (
     KEPT_BYTES,
     LatentCache,
-    LatentLayer,
     LatentProjection,
     LatentState,
 )
-from rankwise.compression.kv_solve import collect_moments, ranks_for_keep, ranks_for_tolerance, weighted_svd
+from rankwise.compression.kv_solve import collect_moments, largest_ranks, ranks_for_tolerance, weighted_svd
 from rankwise.compression.trials import find_part
 from rankwise.compression.width_find import random_bases
 from rankwise.compression.width_modules import narrow_layers
@@ -87,18 +88,30 @@ def test_factors_have_the_least_weighted_error_of_their_rank(rank: int) -> None:
 
 
 def test_bytes_are_spent_on_the_largest_directions() -> None:
-    layer = LatentLayer(
-        module="m", key="k", value="v", heads=1, key_channels=[(0, 4)], value_channels=[(0, 4)], rank=4
-    )
     nats = [torch.tensor(one).double() for one in ([4.0, 3.0, 0.2, 0.1], [2.0, 0.5, 0.3, 0.0])]
-    assert ranks_for_keep([layer, layer], nats, 0.25, 4) == [2, 2]
-    turned = layer.model_copy(update={"rotary": "r"})
-    assert ranks_for_keep([turned, turned], nats, 0.25, 4) == [1, 1]  # two of four numbers are positions
+    assert largest_ranks(nats, 4) == [2, 2]
+    assert largest_ranks(nats, 2) == [1, 1]
     assert ranks_for_tolerance(nats, 0.61) == [2, 2]
     assert ranks_for_tolerance(nats, 1.11) == [2, 1]
     assert ranks_for_tolerance(nats, 99) == [1, 1]
-    with pytest.raises(CompressionError, match="Keep more"):
-        ranks_for_keep([turned, turned], nats, 0.2, 4)
+
+
+def test_a_share_counts_windows_and_a_share_that_is_out_of_reach_is_refused_before_the_work() -> None:
+    """The advice works: the least share of the message is accepted, and met."""
+    steps: list[str] = []
+    with pytest.raises(CompressionError, match="belong to layers without latents") as error:
+        rw.compress(
+            windowed(), [ids(8, 30)], keep={"kv": 0.1}, on_progress=lambda step, _: steps.append(step)
+        )
+    assert steps == ["the parts that the model allows"]
+    [least] = re.findall(r"at least (\S+) of the cache of 64 tokens", str(error.value))
+    model = windowed()
+    done = rw.compress(model, [ids(8, 30)], keep={"kv": 1.01 * float(least)})
+    assert [latent.rank for latent in done.latents] == [1]
+    [size] = done.cache
+    assert size.after <= 1.01 * float(least) * size.before
+    assert cache_bytes(in_steps(model, ids(1, 64))[1]) == size.after
+    assert cache_bytes(in_steps(windowed(), ids(1, 64))[1]) == size.before
 
 
 def test_the_order_of_sequences_and_padding_do_not_change_moments() -> None:
@@ -219,12 +232,12 @@ def test_the_demo_keeps_its_loss_at_a_quarter_of_its_cache(tmp_path: Path) -> No
     tokens = torch.tensor([byte + 3 for byte in demo_text().read_bytes()[: 32 * 128]]).view(32, 128)
     batches = [{"input_ids": part} for part in tokens.split(20)]
     done = rw.compress(model, batches[:1], keep=0.25, parts=("kv",), held_out=batches[1:])
-    assert done.cache_bytes_after * 4 == done.cache_bytes_before == 4096
+    assert done.cache_bytes_after * 4 == done.cache_bytes_before == 4096 * done.kept_cache.tokens
     assert done.loss_after <= done.loss_before + 0.017
     page = done.to_html(tmp_path / "page.html").read_text(encoding="utf-8")
-    assert "75.0% fewer bytes of cache" in page
+    assert "75.0% fewer bytes of cache at" in page
     assert "rank that loses nothing" in page
-    assert "attention KL, nats" not in page  # `kv` does not measure it
+    assert "Attention KL" not in page  # `kv` does not measure it
     assert 0.5 < done.output_kl / sum(layer.output_kl for layer in done.latents) < 2.5  # to second order
 
 
@@ -519,6 +532,6 @@ def test_a_layer_whose_decoding_from_the_cache_is_wrong_is_skipped(monkeypatch: 
     monkeypatch.setattr(LatentState, "decode_values", wrong)
     mask = torch.ones(8, 30, dtype=torch.long)
     mask[::2, :5] = 0  # outputs of padding are not compared
-    done = rw.compress(qwen3(), [{**ids(8, 30), "attention_mask": mask}], keep=0.4, **QUICK)
+    done = rw.compress(qwen3(), [{**ids(8, 30), "attention_mask": mask}], keep=0.75, **QUICK)
     assert set(done.left_out) == {"model.layers.0.self_attn"}
     assert [one.site for one in done.latents] == ["model.layers.1.self_attn"]

@@ -11,22 +11,32 @@ from rankwise._internals import lazy_names
 if TYPE_CHECKING:
     from rankwise.compression.records import (
         BlockRemoval,
+        CacheSize,
         Compression,
         HeadWidth,
         LatentRank,
         LayerCost,
+        Preview,
+        PreviewRow,
+        WindowCost,
     )
     from rankwise.compression.run import compress
     from rankwise.compression.save import load_compressed, save_compressed
+    from rankwise.compression.ways import preview
 
 __all__ = [
     "BlockRemoval",
+    "CacheSize",
     "Compression",
     "HeadWidth",
     "LatentRank",
     "LayerCost",
+    "Preview",
+    "PreviewRow",
+    "WindowCost",
     "compress",
     "load_compressed",
+    "preview",
     "save_compressed",
 ]
 

@@ -14,8 +14,8 @@ from transformers.cache_utils import DynamicLayer
 
 from rankwise._internals.forward import Change
 from rankwise._internals.rotary import PAIRINGS, fits_layout, per_pair, undo_rope
-from rankwise.compression.evaluate import is_decoder
 from rankwise.compression.kv_modules import LatentLayer, latent_change
+from rankwise.compression.quantized_cache import is_decoder
 from rankwise.compression.trials import NoLayersError, at_once_and_in_halves, keep_passing
 from rankwise.compression.width_modules import NarrowKeys, NarrowProjection, channels_of, runs_of
 from rankwise.tracing import RecordedCall

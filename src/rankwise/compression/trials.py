@@ -52,6 +52,10 @@ class Job:
     on_progress: Progress = lambda step, done: None
     remove: int | None = None
     """Number of blocks to remove, instead of a share or a tolerance."""
+    kept: dict[str, Any] = field(default_factory=dict)
+    """Statistics that a part keeps for its jobs with other targets, on the same model and data."""
+    uniform: bool = False
+    """If True, the part ``heads`` removes as many heads from each layer."""
 
 
 @dataclass
@@ -102,6 +106,12 @@ def find_part(name: str, model: nn.Module, batch: Any) -> Found[Any]:
                 raise CompressionError(subject, expected=expected, got=got, fix=fix) from error
         layers: Found[Any] = import_module(f"rankwise.compression.{name}_find").find(model, wide)
     return layers
+
+
+def check_part(name: str, job: Job) -> None:
+    """Raise `CompressionError` if a part knows before its work that it cannot reach the target of a job."""
+    module = import_module(f"rankwise.compression.{name}_solve")
+    getattr(module, "check", lambda job: None)(job)
 
 
 def solve_part(name: str, job: Job) -> Solution:
