@@ -163,6 +163,8 @@ class Preview(Record):
     """Parameters of the original."""
     cache_bytes: int
     """Bytes of the cache of the original. 0 without a cache."""
+    windowed: bool = False
+    """True if a layer keeps a window. `QuantizedCache` of transformers refuses such models."""
     rows: list[PreviewRow] = Field(default_factory=list)
 
     def recommended(self, purpose: Literal["memory", "size", "speed"]) -> PreviewRow | None:
@@ -179,7 +181,7 @@ class Preview(Record):
             row
             for row in self.rows
             if not row.refused and not (row.part and row.bits)
-            if row.relative_cost <= PAYS_COST and size(row) <= PAYS_SIZE * before
+            if row.relative_cost <= PAYS_COST and 0 < size(row) <= PAYS_SIZE * before
         ]
         return min(paying, key=lambda row: (size(row), row.cost.cost), default=None)
 

@@ -150,15 +150,8 @@ def _quantized(record: Compression) -> Table:
 
 
 def _columns(tokens: int) -> list[str]:
-    return [
-        "way",
-        "loss added",
-        "±",
-        "at tokens",
-        f"bytes of cache, {tokens:,} tokens",
-        "share",
-        "parameters",
-    ]
+    cache = [f"bytes of cache, {tokens:,} tokens", "share"]
+    return ["way", "loss added", "±", "at tokens", *cache, "parameters"]
 
 
 def _cells(row: PreviewRow, cache: int) -> list[str]:
@@ -194,22 +187,25 @@ def preview_document(record: Preview, command: str = "") -> Document:
         "size": lambda row: f"{row.parameters / record.parameters:.0%} of the parameters",
         "speed": lambda row: f"{row.time:.0%} of the time",
     }
+    noun = (
+        "loss" if any(math.isfinite(row.cost.loss_before) for row in record.rows) else "of the squared output"
+    )
     said = [
-        f"{PURPOSES[purpose]}: {way_name(row)} ({sizes[purpose](row)}, {row.relative_cost:+.2%} loss)."
+        f"{PURPOSES[purpose]}: {way_name(row)} ({sizes[purpose](row)}, {row.relative_cost:+.2%} {noun})."
         for purpose, row in chosen.items()
         if row
     ]
     none = [words.lower() for purpose, words in PURPOSES.items() if not chosen[purpose]]
     if not said:
-        said = [
-            f"Nothing pays: no way adds at most {PAYS_COST:.0%} to the loss and saves {1 - PAYS_SIZE:.0%}."
-        ]
+        said = [f"Nothing pays: no way costs at most {PAYS_COST:.0%} {noun} and saves {1 - PAYS_SIZE:.0%}."]
     elif none:
         said.append(f"Nothing pays {' or '.join(none)}.")
     code = []
     for row in {way_name(row): row for row in chosen.values() if row}.values():
         options = f'{{"backend": "hqq", "nbits": {row.bits}}}'
         quantized = f'model.generate(ids, cache_implementation="quantized", cache_config={options})'
+        if record.windowed:
+            quantized = f"# {way_name(row)}: QuantizedCache of transformers takes no model with windows"
         compressed = f"{command} --parts {row.part} --keep {row.keep:g}" + " --uniform" * row.uniform
         code.append(compressed if row.part else quantized)
     same = PreviewRow(part="unchanged", parameters=record.parameters, cache_bytes=record.cache_bytes)
