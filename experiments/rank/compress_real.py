@@ -43,6 +43,7 @@ from rankwise.cli.load_model import demo_model, demo_text
 from rankwise.compression.kv_find import find_cached_layers, layer_weight
 from rankwise.compression.kv_modules import latent_change
 from rankwise.compression.kv_solve import ranks_for_keep, weighted_svd
+from rankwise.compression.quantized_cache import quantized_update
 from rankwise.errors import first_line
 
 TEXTS = {
@@ -164,6 +165,8 @@ def decoder_rows(subject: Subject, folder: str, data: Path) -> list[dict[str, An
         "latents of weights alone, 0.5": lambda: added(svd_of_weights(load().eval(), held_out)),
         "cacheshrink, 0.5": lambda: added(shrunk(folder, own)),
     }
+    for bits in (8, 4, 3):
+        rivals[f"simulated, {bits} bits"] = partial(added, original, cache=partial(rounded, bits, original))
     for package, bits in (("hqq", 8), ("hqq", 4), ("quanto", 4), ("hqq", 2), ("quanto", 2)):
         cache = partial(quantized, package, bits, original)
         rivals[f"{package}, {bits} bits"] = partial(added, original, cache=cache)
@@ -219,6 +222,14 @@ def quantized(package: str, bits: int, model: Any) -> Cache:
             DynamicSlidingWindowLayer(window) if kind == "sliding_attention" else make() for kind in kinds
         ]
     )
+
+
+def rounded(bits: int, model: Any) -> Cache:
+    """Return a cache that rounds keys and values like the preview of Rankwise."""
+    cache = DynamicCache(config=model.config)
+    for layer in cache.layers:
+        layer.update = partial(quantized_update, layer.update, bits)
+    return cache
 
 
 def pressed(press: str, model: Any) -> AbstractContextManager[Any]:
