@@ -42,7 +42,7 @@ from rankwise.cli.load_data import load_text
 from rankwise.cli.load_model import demo_model, demo_text
 from rankwise.compression.kv_find import find_cached_layers, layer_weight
 from rankwise.compression.kv_modules import latent_change
-from rankwise.compression.kv_solve import ranks_for_keep, weighted_svd
+from rankwise.compression.kv_solve import largest_ranks, weighted_svd
 from rankwise.compression.quantized_cache import quantized_update
 from rankwise.errors import first_line
 
@@ -202,7 +202,7 @@ def svd_of_weights(model: Any, ids: Tensor) -> nn.Module:
     """Give a model latents of half of the bytes that the SVD of the weights alone yields."""
     layers, _ = find_cached_layers(model, {"input_ids": ids[:2, :64]})
     spectra = [weighted_svd(layer_weight(model, layer)) for layer in layers]
-    ranks = ranks_for_keep(layers, [spectrum.nats for spectrum in spectra], 0.5, 4)
+    ranks = largest_ranks([spectrum.nats for spectrum in spectra], sum(layer.full for layer in layers) // 2)
     factors = [spectrum.factors(rank) for spectrum, rank in zip(spectra, ranks, strict=True)]
     latent_change(model, layers, factors).apply()
     return model
