@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.compression.compression_cases import CACHED, bert, gpt2, ids, llama, made, output, windowed
+from tests.compression.compression_cases import CACHED, SIZES, bert, gpt2, ids, llama, made, output, windowed
 from tests.compression.test_compress_command import FACTORY, Run, run, words
 from tests.support.untouched import untouched
 from transformers import DynamicCache, QuantizedCache
@@ -119,9 +119,15 @@ def test_the_printed_generation_runs_and_is_not_printed_where_it_is_refused(make
 # --- rows -----------------------------------------------------------------------------------------------
 
 
+def own_keys() -> Any:
+    """A key head for each query head, with rotary positions."""
+    return made("Llama", **SIZES, max_position_embeddings=64)
+
+
 @pytest.mark.parametrize("part", rw.compression.PARTS)
 def test_rows_are_the_outcome_of_compress(part: str) -> None:
-    model = gpt2()
+    make = own_keys if part == "key-heads" else gpt2
+    model = make()
     with untouched(model):
         done = preview(model, **DATA, parts=part)
     rows = [row for row in done.rows if row.part and not row.bits]
@@ -133,9 +139,9 @@ def test_rows_are_the_outcome_of_compress(part: str) -> None:
         options: dict[str, Any] = {"held_out": DATA["held_out"], "uniform": row.uniform}
         if row.refused:
             with pytest.raises(CompressionError, match=re.escape(row.refused)):
-                rw.compress(gpt2(), DATA["batches"], keep={part: row.keep}, **options)
+                rw.compress(make(), DATA["batches"], keep={part: row.keep}, **options)
             continue
-        outcome = rw.compress(gpt2(), DATA["batches"], keep={part: row.keep}, **options)
+        outcome = rw.compress(make(), DATA["batches"], keep={part: row.keep}, **options)
         assert row.cost.loss_added == pytest.approx(outcome.worst.loss_added, rel=1e-6, abs=1e-9)
         assert (row.cost.tokens, row.parameters) == (outcome.worst.tokens, outcome.parameters_after)
         assert (row.cache_bytes, done.cache_bytes) == (outcome.cache_bytes_after, outcome.cache_bytes_before)
