@@ -450,9 +450,8 @@ def test_an_adapter_of_a_replaced_layer_is_refused_with_the_names_to_use() -> No
         assert torch.allclose(in_steps(adapted, ids(2, 12))[0], output(adapted, ids(2, 12)), atol=1e-4)
 
 
-@pytest.mark.parametrize("kept", [0, 700, KEPT_BYTES])
-def test_it_compiles(kept: int) -> None:
-    model = latent_model(llama, kept)
+def test_it_compiles() -> None:
+    model = latent_model(llama, kept=0)
     whole = model(**ids(2, 12)).logits
     with unchecked():
         stepped, cache = in_steps(torch.compile(model, backend="eager"), ids(2, 12))
