@@ -1,7 +1,9 @@
 """The part `blocks`: fewer layers, as a plain checkpoint."""
 
+import copy
 import functools
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -38,6 +40,8 @@ from torch import Tensor, nn
 import rankwise as rw
 from rankwise.compression import save_compressed
 from rankwise.compression.blocks_find import find, removal
+from rankwise.compression.blocks_repair import repair
+from rankwise.compression.trials import Job
 from rankwise.errors import CompressionError
 
 FOUR: dict[str, Any] = {**SIZES, **IDS, "num_hidden_layers": 4, "num_key_value_heads": 2}
@@ -243,6 +247,7 @@ def compressed(**options: Any) -> tuple[nn.Module, rw.compression.Compression]:
 
 def test_blocks_are_removed_greedily_by_their_measured_joint_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rankwise.compression.blocks_solve.TRIES", 6)
+    monkeypatch.setattr("rankwise.compression.blocks_solve.repair", lambda *_: {})
     original, batch = decided()
     model, done = compressed(remove=3)
     removed = sorted((block for block in done.blocks if block.step), key=lambda block: block.step)
@@ -271,6 +276,78 @@ def test_a_tolerance_bounds_the_joint_cost(count: int, monkeypatch: pytest.Monke
     costs = [cost / loss(original, batch) for _, cost in greedy(original, batch, count + 1)]
     _, done = compressed(tolerance=(costs[count - 1] + costs[count]) / 2 if count else costs[0] / 2)
     assert sum(block.step > 0 for block in done.blocks) == count
+
+
+@pytest.mark.parametrize(("family", "stack"), [("llama", "model.layers"), ("gpt2", "transformer.h")])
+def test_the_repair_is_a_weighted_least_squares_fit(family: str, stack: str) -> None:
+    model, stacks, _ = found(family)
+    batch, layer = ids(8, 24), {"llama": "mlp.down_proj", "gpt2": "mlp.c_proj"}[family]
+    rows: dict[str, Tensor] = {}
+
+    def keep(name: str, tensor: Any) -> None:
+        rows[name] = (tensor[0] if isinstance(tensor, tuple) else tensor).double().flatten(0, 1)
+
+    blocks = [model.get_submodule(f"{stack}.{number}") for number in range(4)]
+    handles = [
+        blocks[0].get_submodule(layer).register_forward_hook(lambda _, args, output: keep("h", args)),
+        blocks[0].register_forward_hook(lambda _, args, output: keep("before", output)),
+        blocks[2].register_forward_hook(lambda _, args, output: keep("after", output)),
+    ]
+    output(model, batch)
+    for handle in handles:
+        handle.remove()
+    bias = blocks[0].get_submodule(layer).bias is not None
+    inputs = torch.cat([rows["h"], torch.ones(len(rows["h"]), 1)], 1) if bias else rows["h"]
+    scale = 1 / rows["after"].norm(dim=1, keepdim=True)
+    scaled, target = inputs * scale, (rows["after"] - rows["before"]) * scale
+    ridge = (0.01 * scaled.square().sum(0).mean()).sqrt() * torch.eye(inputs.shape[1])
+    stacked = torch.cat([scaled, ridge]), torch.cat([target, torch.zeros(len(ridge), target.shape[1])])
+    added = torch.linalg.lstsq(*(matrix.double() for matrix in stacked)).solution
+    with untouched(model):
+        layers: Any = repair(Job(model, (stacks, {}), [batch], [batch]), stacks, {stack: {1, 2}})
+    assert list(layers) == [f"{stack}.0.{layer}"]
+    new, old = layers[f"{stack}.0.{layer}"], blocks[0].get_submodule(layer)
+    change = (new.weight - old.weight).detach()
+    expected = added[:48].T if family == "llama" else added[: change.shape[0]]
+    # states in float32 carry a relative error of EPS, which the condition of the ridge magnifies to 1/√0.01
+    assert float((change - expected).norm() / expected.norm()) < 1e-3
+    assert not bias or float((new.bias - old.bias - added[-1]).detach().norm() / added[-1].norm()) < 1e-3
+
+
+@pytest.mark.parametrize(("family", "plan"), [("bert", {1}), ("gemma3", {1}), ("llama", {0})])
+def test_layers_before_a_norm_and_gaps_at_the_start_are_not_repaired(family: str, plan: set[int]) -> None:
+    model, stacks, _ = found(family)
+    batch = ids(4, 20)
+    assert not repair(Job(model, (stacks, {}), [batch], [batch]), stacks, {stacks[0].name: plan})
+
+
+@pytest.mark.parametrize("helps", [True, False])
+def test_a_repair_is_kept_only_if_it_helps_on_held_out_data(
+    helps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, _ = decided()
+    if not helps:
+        monkeypatch.setattr("rankwise.compression.blocks_solve.repair", worse)
+    model, done = compressed(remove=1, held_out=[own_words(original, ids(8, 24, 5))])
+    [gone] = [block.layer for block in done.blocks if block.step]
+    left = [number for number in range(6) if number != gone]
+    kept = [
+        torch.equal(new.mlp.c_proj.weight, original.transformer.h[number].mlp.c_proj.weight)
+        for number, new in zip(left, model.transformer.h, strict=True)
+    ]
+    assert kept == [not helps or number != gone - 1 for number in left]
+    [note] = [note for note in done.notes if note.startswith("Repair")]
+    after, before = (float(number) for number in re.findall(r"rises by (\S+) instead of (\S+) on", note)[0])
+    assert ("(kept)" in note) == (after < before) == helps
+    assert done.loss_after - done.loss_before == pytest.approx(min(after, before), abs=1e-3)
+
+
+def worse(job: Job, stacks: Any, plan: Any) -> dict[str, nn.Module]:
+    """A repair that doubles the output of the last layer before the first gap."""
+    name = f"transformer.h.{min(plan['transformer.h']) - 1}.mlp.c_proj"
+    layer: Any = copy.deepcopy(job.model.get_submodule(name))
+    layer.weight.data.mul_(4)
+    return {name: layer}
 
 
 def test_half_precision_and_a_wrapped_model_are_compressed_alike() -> None:

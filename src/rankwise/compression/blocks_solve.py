@@ -3,12 +3,14 @@
 import math
 
 from rankwise._internals.batches import first_sequences, to_device
-from rankwise._internals.forward import device_of
-from rankwise.compression.blocks_find import Plan, Stack, difference, removal
+from rankwise._internals.forward import Change, device_of
+from rankwise.compression.blocks_find import Plan, difference, removal
+from rankwise.compression.blocks_repair import repair
 from rankwise.compression.records import BlockRemoval
 from rankwise.compression.trials import Job, Solution
 from rankwise.errors import CompressionError
 from rankwise.importance import passes_without_blocks
+from rankwise.tracing import CallId
 
 TRIES = 4
 """Number of blocks whose joint cost is measured per step: the cheapest by their last measured costs."""
@@ -22,8 +24,11 @@ def solve(job: Job) -> Solution:
     the number to remove, or before the joint cost exceeds the tolerance.
     """
     stacks, skipped = job.found
-    total, count = sum(stack.size for stack in stacks), _count(job, stacks)
-    passes = passes_without_blocks(job.model, job.batches, job.seed, job.on_progress)
+    total, count = sum(stack.size for stack in stacks), check(job)
+    if "blocks" not in job.kept:
+        first = passes_without_blocks(job.model, job.batches, job.seed, job.on_progress)
+        job.kept["blocks"] = first, dict[frozenset[str], float]()
+    passes, measured = job.kept["blocks"]
     places = {stack.block(number): (stack, number) for stack in stacks for number in stack.removable}
     done, planned = 0, len(places) + (0 if count is None else (count - 1) * TRIES)
 
@@ -32,9 +37,11 @@ def solve(job: Job) -> Solution:
         nonlocal done
         done += 1
         every = max(done, planned)
-        job.on_progress(f"pass {done} of about {every}: without {', '.join(blocks)}", done / every)
-        cost = passes.mean(passes.without({}, blocks) - passes.losses)
-        return math.inf if math.isnan(cost) else cost
+        if frozenset(blocks) not in measured:
+            job.on_progress(f"pass {done} of about {every}: without {', '.join(blocks)}", done / every)
+            cost = passes.mean(passes.without({}, blocks) - passes.losses)
+            measured[frozenset(blocks)] = math.inf if math.isnan(cost) else cost
+        return measured[frozenset(blocks)]
 
     alone = {name: joint(name) for name in places}
     added, removed = dict(alone), dict[str, float]()  # last measured increases, and joint costs
@@ -72,14 +79,29 @@ def solve(job: Job) -> Solution:
             f" Without {', '.join(removed)} the loss ({passes.loss.name}, {passes.loss.unit}) is "
             f"{loss + before:.4g} there, {loss:.4g} with them."
         )
-    cost = math.nan
-    if removed and job.eval_batches is not job.batches:
-        passes = passes_without_blocks(job.model, job.eval_batches, job.seed, job.on_progress)
+    change, notes, cost = removal(job.model, stacks, plan), [note], math.nan
+    if removed:
+        held_out = job.eval_batches is not job.batches
+        data = "held-out" if held_out else "calibration"
+        if held_out:
+            passes = passes_without_blocks(job.model, job.eval_batches, job.seed, job.on_progress)
         cost = passes.mean(passes.without({}, removed) - passes.losses)
-        cost = cost / passes.reference() if passes.reference() else math.nan
+        job.on_progress("repair", math.nan)
+        if layers := repair(job, stacks, plan):
+            with Change(job.model, modules=layers):
+                losses = passes.without({CallId(name, 0): () for name in layers}, removed)
+            repaired = passes.mean(losses - passes.losses)
+            decision = "kept" if repaired < cost else "left out"
+            notes.append(
+                f"Repair by least squares of {', '.join(layers)} ({decision}): the loss rises by "
+                f"{repaired:.4g} instead of {cost:.4g} on the {data} data."
+            )
+            if repaired < cost:
+                change.modules, cost = layers, repaired
+        cost = cost / passes.reference() if held_out and passes.reference() else math.nan
     steps = {name: step for step, name in enumerate(removed, start=1)}
     return Solution(
-        removal(job.model, stacks, plan),
+        change,
         blocks=[
             BlockRemoval(
                 stack=stack.name,
@@ -94,13 +116,17 @@ def solve(job: Job) -> Solution:
             for name in [stack.block(number)]
         ],
         skipped=skipped,
-        notes=[note],
+        notes=notes,
         cost=cost,
     )
 
 
-def _count(job: Job, stacks: list[Stack]) -> int | None:
-    """Return the number of blocks to remove. Return None if there is a tolerance."""
+def check(job: Job) -> int | None:
+    """Return the number of blocks to remove; None for a tolerance.
+
+    Raise `CompressionError` if the model has too few blocks.
+    """
+    stacks = job.found[0]
     if job.tolerance is not None:
         return None
     total = sum(stack.size for stack in stacks)

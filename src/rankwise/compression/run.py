@@ -337,7 +337,10 @@ def _record(
     seed: int,
 ) -> Compression:
     every = list(solutions.values())
-    left = next((solution.key_heads for solution in every if solution.key_heads), {})
+    left: dict[str, list[int]] = {}
+    for solution in every:  # later parts count the key heads that earlier parts left
+        for site, kept in solution.key_heads.items():
+            left[site] = [left[site][head] for head in kept] if site in left else kept
     heads = [head for solution in every for head in solution.heads]
     heads = [
         head.model_copy(update={"head": left[head.site][head.head]})
@@ -346,7 +349,9 @@ def _record(
         for head in heads
     ]
     latents = [latent for solution in every for latent in solution.latents]
-    numbers = {head.site: head.layer for head in heads} | {latent.site: latent.layer for latent in latents}
+    merged = [merged for solution in every for merged in solution.merged]
+    items: list[Any] = [*heads, *latents, *merged]
+    numbers = {item.site: item.layer for item in items}
     costs = {latent.site: math.nan for latent in latents}
     for solution in every:  # NaN, the cost of the part `heads`, must not replace a measured cost
         costs |= {
@@ -363,7 +368,7 @@ def _record(
     for name, solution in solutions.items():
         cost = solution.cost
         # if there is one part, all measured costs are due to it
-        if len(solutions) == 1 and name not in ("blocks", "heads"):
+        if len(solutions) == 1 and name in ("width", "kv"):
             kl = max(cost.output_kl for cost in measured["costs"])
             cost = kl if name == "kv" else mean(costs.values())
         share = worst.spread / (worst.loss_before or math.nan)
@@ -379,6 +384,7 @@ def _record(
         layers=layers,
         latents=latents,
         blocks=[block for solution in every for block in solution.blocks],
+        merged=merged,
         attention_kl=mean(layer.attention_kl for layer in layers),
         left_out={site: reason for solution in every for site, reason in solution.skipped.items()},
         notes=notes,
@@ -406,9 +412,9 @@ def _part_notes(
     """Return notes if a part removed nothing, or if its tolerance is below its cost or the cost's spread."""
     heads, latents = solution.heads, solution.latents
     removed = [*(x.width < x.before for x in heads), *(x.rank < x.full_rank for x in latents)]
-    removed += [block.step > 0 for block in solution.blocks]
+    removed += [bool(solution.merged), *(block.step > 0 for block in solution.blocks)]
     notes = [] if any(removed) else [f"{part}: nothing was removed. Lower `keep` or raise the tolerance."]
-    attention = mean(head.kl_calibrated for head in heads) if part not in ("blocks", "heads") else 0.0
+    attention = mean(head.kl_calibrated for head in heads) if part == "width" else 0.0
     costs = {"the calibration data": max(attention, sum(latent.output_kl for latent in latents))}
     costs[measured_on] = max(costs.get(measured_on, 0.0), measured)  # NaN does not replace a number
     if tolerance is not None and tolerance < spread:
