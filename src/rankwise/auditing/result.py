@@ -200,7 +200,7 @@ class Audit(SavedRecord):
         Raises:
             InputError: if no head has such a map.
         """
-        return list(head_labels(self.heads, self.texts))
+        return head_labels(self.heads, self.texts)
 
     def head(self, layer: int, head: int, *, stack: str | None = None, site: str | None = None) -> HeadRecord:
         """Return the record of one head, by the indices of its layer and of the head in the layer, from 0.
