@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from rankwise._internals.forward import AddedHook, Change, config_value
 from rankwise.compression.evaluate import is_decoder
-from rankwise.compression.heads_modules import CutLinear, RemovedHeads, build
+from rankwise.compression.heads_modules import RECORD, CutLinear, RemovedHeads, build
+from rankwise.compression.plain import change_configs, check_plain
 from rankwise.compression.save import pretrained_models
 from rankwise.compression.trials import (
     Found,
@@ -26,7 +27,7 @@ from rankwise.compression.trials import (
     relative_error,
 )
 from rankwise.compression.width_modules import runs_of
-from rankwise.errors import first_line
+from rankwise.errors import CompressionError, first_line
 from rankwise.operators import SoftmaxMixing
 from rankwise.tracing import record_calls
 from rankwise.tracing.projections import (
@@ -86,30 +87,43 @@ class HeadProjections:
     """Channels of the linear layers that compute queries, keys and values, by module name."""
     output: str
     """Name of the linear layer that reads the concatenated heads."""
+    keys_stay: bool = False
+    """If True, a unit is a query head, and all key heads stay. Each group must lose as many query heads."""
 
     @property
     def group(self) -> int:
         """Number of query heads of a unit: the number per key head if queries are grouped, otherwise 1."""
-        return self.heads // self.value_heads if self.value_heads > 1 else 1
+        return self.heads // self.value_heads if self.value_heads > 1 and not self.keys_stay else 1
 
     @property
     def units(self) -> int:
         """Number of units."""
         return self.heads // self.group
 
-    def without(self, units: set[int], module: nn.Module) -> RemovedHeads:
-        """Return the record of the layer without some units; `module` is the layer before its change."""
+    def remaining(self, units: set[int]) -> tuple[list[int], list[int]]:
+        """Return the query heads and the key heads that stay without some units."""
         kept = [unit for unit in range(self.units) if unit not in units]
         query = [unit * self.group + member for unit in kept for member in range(self.group)]
-        shared = self.value_heads == 1  # the only key head stays while a query head remains
-        values = ([0] if kept else []) if shared else kept
+        if self.keys_stay or self.value_heads == 1:  # a key head stays while a query head remains
+            return query, [*range(self.value_heads)] if kept else []
+        return query, kept
+
+    def without(self, units: set[int], module: nn.Module) -> RemovedHeads:
+        """Return the record of the layer without some units; `module` is the layer before its change."""
+        query, values = self.remaining(units)
         cuts = [self._cut(name, set(query), set(values)) for name in self.inputs]
         width = self.value_width
         runs = runs_of([head * width + channel for head in query for channel in range(width)])
-        size, slot = self.heads * width, 0 if kept else width
+        size, slot = self.heads * width, 0 if query else width
         cuts.append(CutLinear(module=self.output, side="in", size=size, runs=runs, slot=slot))
-        sizes, config = self._sizes(module, len(query) or 1, len(values) or 1)
-        return RemovedHeads(module=self.name, cuts=cuts, sizes=sizes, config=config)
+        sizes = renumbered(vars(module).get, self._counts(units))
+        return RemovedHeads(module=self.name, cuts=cuts, sizes=sizes, config=self.fields(module, units))
+
+    def fields(self, source: Any, units: set[int]) -> dict[str, int]:
+        """Return new values of fields of a configuration, or of a module's configuration, without units."""
+        counts = self._counts(units)
+        del counts["width"]
+        return renumbered(lambda name: config_value(source, name), counts)
 
     def _cut(self, name: str, query: set[int], values: set[int]) -> CutLinear:
         size, blocks = self.inputs[name]
@@ -124,23 +138,26 @@ class HeadProjections:
         slot = 0 if left else sum(channels.shape[1] for channels, _ in blocks)
         return CutLinear(module=name, side="out", size=size, runs=runs_of(left), slot=slot)
 
-    def _sizes(
-        self, module: nn.Module, heads: int, value_heads: int
-    ) -> tuple[dict[str, int], dict[str, int]]:
-        """Return new values of attributes and of configuration fields that depend on the number of heads."""
-        kinds = {
+    def _counts(self, units: set[int]) -> dict[str, tuple[int, int]]:
+        """Return the numbers that `NAMES` lists, before and after the removal of some units."""
+        query, values = self.remaining(units)
+        heads, value_heads = len(query) or 1, len(values) or 1
+        return {
             "heads": (self.heads, heads),
             "key heads": (self.value_heads, value_heads),
             "group": (self.heads // self.value_heads, heads // value_heads),
             "width": (self.heads * self.value_width, heads * self.value_width),
         }
-        sizes: dict[str, int] = {}
-        config: dict[str, int] = {}
-        for kind, (before, after) in kinds.items():
-            sizes |= {name: after for name in NAMES[kind] if vars(module).get(name) == before}
-            if kind != "width":
-                config |= {name: after for name in NAMES[kind] if config_value(module, name) == before}
-        return sizes, config
+
+
+def renumbered(read: Callable[[str], Any], counts: Mapping[str, tuple[int, int]]) -> dict[str, int]:
+    """Return new values of the fields in `NAMES`; `counts` has each number before and after."""
+    return {
+        name: after
+        for kind, (before, after) in counts.items()
+        for name in NAMES[kind]
+        if read(name) == before
+    }
 
 
 def find(model: nn.Module, batch: Any) -> Found[HeadProjections]:
@@ -171,16 +188,21 @@ def find(model: nn.Module, batch: Any) -> Found[HeadProjections]:
 # --- trial -----------------------------------------------------------------------------------------------
 
 
-def difference(model: nn.Module, layers: list[HeadProjections], plan: Plan, batch: Any) -> str:
+def difference(
+    model: nn.Module, layers: list[HeadProjections], plan: Plan, batch: Any, uniform: bool = False
+) -> str:
     """Return how outputs without some units differ from outputs with these units set to zero.
 
     Return "" if the outputs are equal. The model also runs with a mask, with a cache, and in eager attention,
-    because its code may repeat keys in one of these cases alone.
+    because its code may repeat keys in one of these cases alone. If the removal is uniform, a configuration
+    must describe the model.
     """
     try:
         with zeroed(model, layers, plan):
             expected = _read(model, layers, batch)
-        with removal(model, layers, plan):
+        with removal(model, layers, plan, uniform):
+            if uniform:
+                check_plain(model, batch)
             got = _read(model, layers, batch)
         bound = torch.finfo(got[""].dtype).eps ** 0.5
         for layer in layers:
@@ -194,10 +216,12 @@ def difference(model: nn.Module, layers: list[HeadProjections], plan: Plan, batc
         for how, run in {"": main_output, **_other_ways(model, batch)}.items():
             with zeroed(model, layers, plan):
                 before = run(model, batch)
-            with removal(model, layers, plan):
+            with removal(model, layers, plan, uniform):
                 off = relative_error(run(model, batch), before)
             if not off <= bound:  # NaN is a difference, too
                 return f"the output of the model{how} is off by {off:.1e}"
+    except CompressionError as error:
+        return error.got
     except (RuntimeError, ValueError, TypeError, AttributeError, IndexError, AssertionError) as error:
         return first_line(error)
     return ""
@@ -239,10 +263,30 @@ def _runs(run: Callable[[nn.Module, Any], Tensor], model: nn.Module, batch: Any)
         return False
 
 
-def removal(model: nn.Module, layers: list[HeadProjections], plan: Plan) -> Change:
-    """Return the `Change` that removes the planned units (groups of heads) from their layers."""
+def removal(model: nn.Module, layers: list[HeadProjections], plan: Plan, uniform: bool = False) -> Change:
+    """Return the `Change` that removes the planned units (groups of heads) from their layers.
+
+    If the change is uniform, as many units of each layer are removed, and configurations describe the result.
+    """
     cut = [layer for layer in layers if plan.get(layer.name)]
-    return build(model, *(layer.without(plan[layer.name], model.get_submodule(layer.name)) for layer in cut))
+    records = [layer.without(plan[layer.name], model.get_submodule(layer.name)) for layer in cut]
+    if not uniform or not cut:
+        return build(model, *records)
+
+    def edit(_name: str, config: Any) -> None:
+        fields = cut[0].fields(config, plan[cut[0].name])
+        if fields and config_value(config, "head_dim") is None:  # or its class would derive a larger width
+            fields["head_dim"] = cut[0].value_width
+        for name, number in fields.items():
+            setattr(config, name, number)
+
+    change = change_configs(model, [layer.name for layer in cut], edit)
+    smaller = build(model, *(record.model_copy(update={"config": {}}) for record in records))
+    change.modules = smaller.modules
+    for name, values in smaller.attributes.items():
+        del values[RECORD]
+        change.attributes.setdefault(name, {}).update(values)
+    return change
 
 
 def zeroed(model: nn.Module, layers: list[HeadProjections], plan: Plan) -> Change:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Hashable
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
@@ -38,12 +39,15 @@ def solve(job: Job) -> Solution:
 
     With a tolerance, remove the largest set that a search finds within this relative increase of the loss.
     Without a tolerance, remove the requested share of heads, the cheapest by estimate. Query heads that share
-    keys are removed together with their key head.
+    keys are removed together with their key head. A uniform removal takes as many from each layer.
     """
     layers, skipped = job.found
-    plan, notes, importance = _share(job, layers) if job.tolerance is None else _within(job, layers)
+    if job.uniform:
+        layers, plan, notes, importance = _uniform(job, layers)
+    else:
+        plan, notes, importance = _share(job, layers) if job.tolerance is None else _within(job, layers)
     short = to_device(first_sequences(job.batches[0], 2), device_of(job.model))
-    if reason := difference(job.model, layers, plan, short):
+    if reason := difference(job.model, layers, plan, short, job.uniform):
         raise CompressionError(
             f"model {type(job.model).__name__}",
             expected="outputs of the smaller model equal to outputs with these heads set to zero",
@@ -59,10 +63,10 @@ def solve(job: Job) -> Solution:
         settings = ImportanceSettings(seed=job.seed)
         cost = ablation_cost(job.model, job.eval_batches, removable.heads, settings).relative
     return Solution(
-        removal(job.model, layers, plan),
+        removal(job.model, layers, plan, job.uniform),
         heads=heads,
         key_heads={
-            layer.name: [unit for unit in range(layer.units) if unit not in plan.get(layer.name, ())]
+            layer.name: layer.remaining(plan.get(layer.name, set()))[1]
             for layer in layers
             if layer.value_heads > 1
         },
@@ -106,21 +110,122 @@ def _share(job: Job, layers: list[HeadProjections]) -> tuple[Plan, list[str], Im
     """Return the heads of least estimated cost, notes, and the importance of heads before any removal."""
     assert job.keep is not None
     total = sum(layer.heads for layer in layers)
+    plan, importance = _cheapest(job, layers, total - job.keep * total)
+    note = f"Heads: {_count(plan, layers)}, the cheapest by estimate in {ROUNDS} rounds"
+    return plan, [f"{note} ({importance.record.loss}).", *importance.record.notes], importance
+
+
+def _cheapest(
+    job: Job, layers: list[HeadProjections], count: float, each: int | None = None
+) -> tuple[Plan, Importance]:
+    """Return `count` heads of least estimated cost, and the importance of heads before any removal.
+
+    If `each` is a number, each layer loses as many units, and each of its groups if its key heads stay.
+    """
     groups = {layer.name: layer.group for layer in layers}
+    shared = {layer.name: layer.heads // layer.value_heads for layer in layers if layer.keys_stay}
     plan: Plan = {}
     measured: list[Importance] = []
     for number in range(1, ROUNDS + 1):
         measured.append(_importance(job, layers, plan, tolerance=None, probes=PROBES))
-        room = (total - job.keep * total) * number / ROUNDS
+        room = count * number / ROUNDS
         removed = sum(len(units) * groups[name] for name, units in plan.items())
-        for unit in sort_by_cost(measured[-1].heads, exact=False, group=_by_unit(layers, plan)):
-            group = groups[unit[0].site]  # if a layer runs several times, the unit lists each call
-            if removed + group <= room + 1e-9:
-                plan.setdefault(unit[0].site, set()).add((unit[0].head or 0) // group)
-                removed += group
-    record = measured[0].record
-    note = f"Heads: {_count(plan, layers)}, the cheapest by estimate in {ROUNDS} rounds ({record.loss})."
-    return plan, [note, *record.notes], measured[0]
+        for cheapest in sort_by_cost(measured[-1].heads, exact=False, group=_by_unit(layers, plan)):
+            site, head = cheapest[0].site, cheapest[0].head or 0  # a layer that runs twice lists each call
+            size = shared.get(site)  # number of query heads that share a key head that stays
+            rivals = [x for x in plan.get(site, ()) if size is None or x // size == head // size]
+            if removed + groups[site] <= room + 1e-9 and (each is None or len(rivals) < each):
+                plan.setdefault(site, set()).add(head // groups[site])
+                removed += groups[site]
+    return plan, measured[0]
+
+
+def check(job: Job) -> None:
+    """Raise `CompressionError` if no configuration describes a uniform removal at the target of a job."""
+    if job.uniform:
+        _levels(job, job.found[0])
+
+
+def _levels(job: Job, layers: list[HeadProjections]) -> list[tuple[list[HeadProjections], int]]:
+    """Return uniform removals that configurations describe, largest first: layers, and units per layer.
+
+    Units are groups of query heads with their key head, or single query heads of each group, whose key head
+    stays. With a share to keep, return only the largest removal within it.
+    """
+    model, sizes = job.model, {(layer.heads, layer.value_heads) for layer in layers}
+    short = to_device(first_sequences(job.batches[0], 2), device_of(model))
+    heads, value_heads = layers[0].heads, layers[0].value_heads
+    stay = [replace(layer, keys_stay=True) for layer in layers]
+    group = heads // value_heads
+    options = [(layers, number, number * layers[0].group) for number in range(1, layers[0].units)]
+    if 1 < value_heads < heads:
+        options += [(stay, number, number * value_heads) for number in range(1, group)]
+    sizes_differ = f"layers with {' and '.join(f'{x} heads for {y} key heads' for x, y in sorted(sizes))}"
+    reasons = [sizes_differ] if len(sizes) > 1 else []
+    levels: list[tuple[list[HeadProjections], int]] = []
+    shares: list[float] = []
+    for some, number, removed in sorted(options, key=lambda option: -option[2]) if len(sizes) == 1 else ():
+        units = {
+            unit
+            for first in (range(0, heads, group) if some is stay else (0,))
+            for unit in range(first, first + number)
+        }
+        if reason := difference(model, some, {layer.name: units for layer in some}, short, uniform=True):
+            reasons.append(reason)
+            continue
+        shares.append(1 - removed / heads)
+        if job.keep is None or removed <= (1 - job.keep) * heads + 1e-9:
+            levels.append((some, number))
+            if job.keep is not None:
+                break
+    if not levels:
+        possible = f"`keep` can be {' or '.join(f'{share:.3g}' for share in dict.fromkeys(shares))}"
+        raise CompressionError(
+            f"model {type(model).__name__}",
+            expected="fewer heads in every layer, in a configuration from which its class builds the model",
+            got=reasons[-1] if reasons else f"no number of heads for `keep` {job.keep:g} of {heads}",
+            fix=f"{possible if shares else 'Remove heads without `uniform`, or blocks'}. The model is "
+            "unchanged.",
+        )
+    return levels
+
+
+def _uniform(
+    job: Job, layers: list[HeadProjections]
+) -> tuple[list[HeadProjections], Plan, list[str], Importance]:
+    """Return layers, the units that each loses, as many in each, notes, and the importance of heads."""
+    settings = ImportanceSettings(seed=job.seed)
+    chosen: Any = None
+
+    def cost(layers: list[HeadProjections], plan: Plan, batches: list[Any]) -> Any:
+        groups = {layer.name: layer.group for layer in layers}
+        heads = [
+            h for h in importance.heads if (h.head or 0) // groups.get(h.site, 1) in plan.get(h.site, ())
+        ]
+        return ablation_cost(job.model, batches, heads, settings)
+
+    for some, number in reversed(_levels(job, layers)):
+        removed = number * (some[0].value_heads if some[0].keys_stay else some[0].group) * len(some)
+        plan, importance = _cheapest(job, some, removed, number)
+        if job.tolerance is not None and cost(some, plan, job.batches).relative > job.tolerance:
+            break
+        chosen = some, number, plan, removed
+    if chosen is None:
+        return layers, {}, [f"Heads: {_count({}, layers)}: one of each layer costs too much."], importance
+    some, number, plan, removed = chosen
+    free, _ = _cheapest(job, layers, removed)
+    prices = [cost(some, plan, job.eval_batches), cost(layers, free, job.eval_batches)]
+    data = "held-out data" if job.eval_batches is not job.batches else "the calibration data"
+    group = some[0].heads // some[0].value_heads
+    unit = f"{some[0].units} heads" if group in (1, some[0].heads) else f"{some[0].value_heads} key heads"
+    unit = f"{group} query heads of each key head" if some[0].keys_stay else unit
+    measured = f"({importance.record.loss}, {importance.record.unit}) on {data}"
+    note = (
+        f"Heads: {_count(plan, some)}, in every layer {number} of {unit}. This adds {prices[0].cost:.4g} to "
+        f"the loss {measured}. The cheapest {_count(free, layers).split()[0]} heads of all layers, which no "
+        f"plain configuration describes, would add {prices[1].cost:.4g}."
+    )
+    return some, plan, [note, *importance.record.notes], importance
 
 
 def _importance(job: Job, layers: list[HeadProjections], plan: Plan, **settings: Any) -> Importance:

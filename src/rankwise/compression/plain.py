@@ -4,17 +4,19 @@ Such a model is saved as a plain checkpoint, which loads anywhere.
 """
 
 import copy
+import json
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
 from rankwise._internals.forward import Change
-from rankwise.compression.evaluate import is_decoder
+from rankwise.compression.quantized_cache import is_decoder
 from rankwise.compression.save import PLAIN, new_of_class, pretrained_models, rebuilt, structure_of
 from rankwise.compression.trials import at_once_and_in_halves, main_output, relative_error
-from rankwise.errors import CompressionError, first_line
+from rankwise.errors import CompressionError
 
 
 def change_configs(model: nn.Module, layers: Iterable[str], edit: Callable[[str, Any], None]) -> Change:
@@ -52,8 +54,8 @@ def check_plain(model: nn.Module, batch: Any) -> None:
                 # The same code reads the same memory, so that only atomic sums on a GPU change an output.
                 if not (off := relative_error(output, before)) <= torch.finfo(before.dtype).eps:
                     reason = f"outputs that are off by {off:.1e}"
-    except (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError) as error:
-        reason = first_line(error)
+    except Exception as error:  # configurations raise errors of many classes, some in two lines
+        reason = " ".join(str(error).split())
     if reason:
         raise CompressionError(
             f"model {type(model).__name__}",
@@ -70,11 +72,12 @@ def _outermost(model: nn.Module) -> list[str]:
 
 
 def _rebuilt_from_config(model: nn.Module) -> nn.Module:
-    """Return a new model of the class and the configuration of a model, which shares its weights and buffers.
+    """Return a new model of the class and the saved configuration of a model, which shares its weights.
 
     Raise `ValueError` if names or shapes differ.
     """
-    new = new_of_class(model)
+    with Change(model, attributes={"": {"config": _as_saved(model.config)}}):
+        new = new_of_class(model)
     with torch.device("meta"), rebuilt(new, structure_of(model)):
         pass
     there, built = dict(model.named_modules()), dict(new.named_modules())
@@ -87,7 +90,23 @@ def _rebuilt_from_config(model: nn.Module) -> nn.Module:
                 {key: None if tensor is None else tuple(tensor.shape) for key, tensor in tensors.items()}
                 for tensors in (old, fresh)
             )
-            if sizes != expected:
-                raise ValueError(f"its class builds {name!r} with {expected} instead of {sizes}")
+            for key in sizes | expected:
+                shape, other = sizes.get(key, "nothing"), expected.get(key, "nothing")
+                if shape != other:
+                    raise ValueError(f"its class builds {f'{name}.{key}'!r} with {other} instead of {shape}")
             fresh.update(old)
     return new.eval()
+
+
+def _as_saved(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the configuration that its file describes: fields that a class derives from others are new."""
+    new = type(config).from_dict(json.loads(config.to_json_string()))
+
+    def set_kernels(new: PreTrainedConfig, old: PreTrainedConfig) -> None:  # files do not have these fields
+        vars(new).update({name: value for name, value in vars(old).items() if name.endswith("_internal")})
+        for name in old.sub_configs:
+            if isinstance(inner := getattr(old, name, None), PreTrainedConfig):
+                set_kernels(getattr(new, name), inner)
+
+    set_kernels(new, config)
+    return new
