@@ -171,12 +171,6 @@ class Audit(SavedRecord):
         Raises:
             InputError: if the measure is unknown or was not measured, ``stack`` is not a stack, or a layer of
                 the stack has several mixers.
-
-        Examples:
-            >>> import torch, rankwise as rw
-            >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
-            >>> rw.audit(layer, [torch.randn(1, 5, 8)]).to_tensor("effective_rank").shape
-            torch.Size([1, 2])
         """
         return report_package().head_tensor(self, measure, stack)
 
