@@ -3,8 +3,8 @@ r"""The part ``key-heads``: fewer key heads, which more query heads share, by me
 Key heads i of a group become one. Their keys k_i are approximated by the new keys k times T_iᵀ, and T_i goes
 into the queries, so that logits become (q T_i)·k. Among all k and T_i, the least squared error of the logits
 over all pairs of calibration tokens has, by Eckart and Young, k = Σ_i k_i S_i^½ V_i and T_i = S_i^−½ V_i: S_i
-is Σ qqᵀ of the queries that read head i, and the columns of V = [V_1; …; V_c] are the K largest eigenvectors of
-the second moments of the k_i S_i^½, side by side. With rotary positions, T_i must commute with the rotation.
+is Σ qqᵀ of the queries that read head i, and the columns of V = [V_1; …; V_c] are the K largest eigenvectors
+of the second moments of the k_i S_i^½, side by side. With rotary positions, T_i must commute with rotations.
 Each pair of channels is then one complex number, and its T_i are complex numbers: the largest eigenvector of
 a complex c × c matrix. Values are merged like keys, with S_i from the output layer, which takes the T_i. At
 last, the output layer gets the least squares of its old outputs, each layer on the inputs of the original.
@@ -15,6 +15,7 @@ heads are the means of rotated heads.
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -62,9 +63,7 @@ def solve(job: Job) -> Solution:
                     break
         chosen = change, plan
     if chosen is None:
-        return Solution(
-            Change(job.model), skipped=skipped, notes=["Key heads: none can be merged at the tolerance."]
-        )
+        return Solution(Change(job.model), skipped=skipped, notes=["Key heads: none merged."])
     change, plan = chosen
     with change:
         check_plain(job.model, to_device(first_sequences(job.batches[0], 2), device_of(job.model)))
@@ -79,16 +78,14 @@ def solve(job: Job) -> Solution:
         )
         for layer, merges in plan.items()
     ]
-    count = len(records[0].groups)
+    count, total = len(records[0].groups), layers[0].count
     return Solution(
         change,
         merged=records,
         key_heads={record.site: [heads[0] for heads in record.groups] for record in records},
         kl={record.site: math.nan for record in records},
         skipped=skipped,
-        notes=[
-            f"Key heads: {count} of {layers[0].count} remain in every layer ({count / layers[0].count:.3g})."
-        ],
+        notes=[f"Key heads: {count} of {total} remain in every layer, a share of {count / total:.3g}."],
     )
 
 
@@ -106,7 +103,7 @@ def _counts(job: Job, layers: list[KeyHeads]) -> list[int]:
     if not fitting:
         raise CompressionError(
             "`keep`",
-            expected=f"at most {divisors[0] / total:.3g} of {total} key heads, whose number must divide {total}",
+            expected=f"at most {divisors[0] / total:.3g}, because the number that remains divides {total}",
             got=f"{job.keep:g}",
             fix=f"`keep` can be {' or '.join(f'{count / total:.3g}' for count in divisors)}.",
         )
@@ -187,9 +184,8 @@ class HeadMoments:
         pairs = torch.zeros(total, total, dtype=torch.float64)
         for pair in combinations(range(total), 2) if count > 1 else ():
             merged = [self.merge([*pair])]
-            pairs[pair] = pairs[pair[::-1]] = (
-                self.error("key", merged) ** 2 + self.error("value", merged) ** 2
-            )
+            errors = [self.error(what, merged) for what in ("key", "value")]
+            pairs[pair] = pairs[pair[::-1]] = sum(error**2 for error in errors)
         groups = [[*range(first, first + size)] for first in range(0, total, size)]
 
         def cost(groups: Sequence[list[int]]) -> float:
@@ -260,9 +256,8 @@ def _collect(job: Job, layers: list[KeyHeads]) -> dict[str, HeadMoments]:
         moments[layer.name] = HeadMoments(layer, as_float64(weight.detach()).cpu())
         names |= {side.module for side in (layer.query_key.query, layer.query_key.key, layer.value)}
     for count, batch in enumerate(_on_device(job)):
-        job.on_progress(
-            f"keys and values of batch {count + 1} of {len(job.batches)}", count / len(job.batches)
-        )
+        step = f"keys and values of batch {count + 1} of {len(job.batches)}"
+        job.on_progress(step, count / len(job.batches))
         with record_calls(job.model, names) as calls, torch.no_grad():
             run_model(job.model, batch)
         outputs = {call.name: call.output for call in calls}
@@ -288,10 +283,7 @@ def _fit_outputs(job: Job, layers: list[KeyHeads], change: Change) -> None:
         with record_calls(job.model, names) as calls, torch.no_grad():
             run_model(job.model, batch)
         wanted = {call.name: call.output for call in calls}
-        hooks = [
-            AddedHook(name, "after", lambda module, args, kwargs, output, name=name: wanted[name])
-            for name in names
-        ]
+        hooks = [AddedHook(name, "after", partial(_returning, wanted[name])) for name in names]
         with change, Change(job.model, hooks=hooks), torch.no_grad(), record_calls(job.model, names) as calls:
             run_model(job.model, batch)
         for call in calls:
@@ -305,8 +297,12 @@ def _fit_outputs(job: Job, layers: list[KeyHeads], change: Change) -> None:
             square, cross = sums.get(call.name, (0, 0))
             sums[call.name] = square + heads.mT @ heads, cross + heads.mT @ left
     for name, (square, cross) in sums.items():
+        weight: Any = change.modules[name].weight
         ridge = OUTPUT_RIDGE * square.diagonal().mean()
         step = torch.linalg.solve(square + ridge * torch.eye(len(square)).to(square), cross)
-        weight = change.modules[name].weight
         with torch.no_grad():
             weight.copy_(as_float64(weight) + step.mT)
+
+
+def _returning(output: Tensor, _module: Any, _args: Any, _kwargs: Any, _output: Tensor) -> Tensor:
+    return output

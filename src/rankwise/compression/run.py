@@ -66,6 +66,9 @@ def compress(
     Parts are done in this order; each starts from the model that the earlier parts left:
 
     - ``heads`` removes attention heads with their weights. Query heads that share keys are removed together.
+    - ``key-heads`` merges key heads, so that more query heads share each: keys and values are aligned first,
+      and the output layers get the least squares of their old outputs. The class of the model loads the
+      result without Rankwise.
     - ``width`` narrows queries and keys. Without rotary positions, r columns remain: logits Q Kᵀ become
       (Q A)(K B)ᵀ with A = S^½ V_r and B = S^−½ V_r, where V are the eigenvectors of S^½ P S^½, P = Σ qqᵀ and
       S = Σ kkᵀ. These factors have the least squared error of logits over all pairs of calibration tokens.
@@ -84,11 +87,11 @@ def compress(
         keep: share to keep, 0 < keep < 1; 0.5 by default. A mapping names its parts, such as
             ``{"heads": 0.9, "kv": 0.5}``; a number applies to each part. The unit depends on the part:
             channels of queries and keys for ``width``, bytes of the cache for ``kv``, the number of heads
-            for ``heads``.
+            for ``heads``, the number of key heads for ``key-heads``.
         tolerance: instead of `keep`, the largest cost on the calibration data, as a number or a mapping. The
             cost of ``width`` is attention KL in nats. The cost of ``kv`` is the KL of the outputs in nats,
-            predicted to second order. The cost of ``heads`` is a share of the loss. The record has a note if
-            the cost is above the tolerance.
+            predicted to second order. The cost of ``heads`` and ``key-heads`` is a share of the
+            loss. The record has a note if the cost is above the tolerance.
         parts: names of the parts. Omit it if `keep` or `tolerance` is a mapping. By default, ``width`` and
             ``kv`` if the model allows them. ``heads`` is the default if the model allows neither.
         uniform: if True, the part ``heads`` removes as many key heads from each layer, or as many query heads
@@ -315,7 +318,8 @@ def _record(
     ]
     latents = [latent for solution in every for latent in solution.latents]
     merged = [merged for solution in every for merged in solution.merged]
-    numbers = {item.site: item.layer for item in (*heads, *latents, *merged)}
+    sites: list[Any] = [*heads, *latents, *merged]
+    numbers = {item.site: item.layer for item in sites}
     costs = {latent.site: math.nan for latent in latents}
     for solution in every:  # NaN, the cost of the part `heads`, must not replace a measured cost
         costs |= {
