@@ -95,8 +95,8 @@ def remove_heads(calibration: list[Any], held_out: list[Any], tolerance: float) 
         "loss": round(record.loss_after, 5),
         "parameters_before": record.parameters_before,
         "parameters_after": record.parameters_after,
-        "cache_bytes_before": record.cache_bytes_before,
-        "cache_bytes_after": record.cache_bytes_after,
+        "cache_bytes_before": record.cache_bytes_before // record.kept_cache.tokens,  # per token
+        "cache_bytes_after": record.cache_bytes_after // record.kept_cache.tokens,  # per token
     }
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rankwise.compression.kv_modules import LatentLayer, latent_change
-from rankwise.compression.kv_solve import SecondMoments, WeightedSVD, ranks_for_keep, weighted_svd
+from rankwise.compression.kv_solve import SecondMoments, WeightedSVD, largest_ranks, weighted_svd
 from rankwise.compression.width_factors import (
     Curve,
     Order,
@@ -235,7 +235,10 @@ def latent_costs(
     size = next(model.parameters()).element_size()
     for method, (spectra, by_layer) in ways.items():
         for share in CACHE_SHARES:
-            ranks = ranks_for_keep(layers, [spectrum.nats for spectrum in spectra], share, size)
+            room = share * sum(layer.full for layer in layers) - sum(
+                4 / size for layer in layers if layer.rotary
+            )
+            ranks = largest_ranks([spectrum.nats for spectrum in spectra], int(room))
             if not by_layer:
                 ranks = [min(layer.rank, max(1, sum(ranks) // len(ranks))) for layer in layers]
             factors = [spectrum.factors(rank) for spectrum, rank in zip(spectra, ranks, strict=True)]

@@ -7,9 +7,13 @@ import rankwise as rw
 
 OF_THE_FIRST = {"attention_map", "spectrum", "membership_map"}
 """Fields of the first sequence alone."""
-OF_ALL = {"required_head_dim"}
+DATA_RANKS = {
+    *("key_effective_rank", "value_effective_rank"),
+    *("pooled_effective_rank", "pooled_effective_rank_without_massive"),
+}
+OF_ALL = {"required_head_dim", *DATA_RANKS}
 """Fields that need all sequences at once, or moments that files do not contain."""
-TOLD = {"created", "seconds", "command", "arguments", "notes", "batches", "data_digests"}
+TOLD = {"created", "seconds", "command", "arguments", "notes", "batches", "data_digests", "moments", "pooled"}
 """Fields about the making of an audit."""
 
 

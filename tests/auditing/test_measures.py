@@ -22,7 +22,8 @@ from rankwise.auditing.measure_table import REFERENCES
 from rankwise.operators import DenseMixing
 
 UNBOUNDED = {row.name for row in (*HEAD_MEASURES, *STATE_MEASURES) if "∞" in row.range.text} | {
-    "absolute_spread"
+    "absolute_spread",
+    "value_effective_rank",
 }
 ROOT = Path(__file__).parents[2]
 

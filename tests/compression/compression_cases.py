@@ -116,6 +116,13 @@ def gpt_oss() -> nn.Module:
     return made("GptOss", **ONE, **experts, head_dim=8, layer_types=["full_attention"])
 
 
+def windowed() -> nn.Module:
+    """A layer that keeps the last 7 tokens, and one that keeps all of 64."""
+    sizes = {**ONE, "num_hidden_layers": 2, "num_local_experts": 2, "num_experts_per_tok": 1}
+    kinds = ["sliding_attention", "full_attention"]
+    return made("GptOss", **sizes, head_dim=8, layer_types=kinds, sliding_window=8)
+
+
 def apertus() -> nn.Module:
     """Norms of keys with heads before tokens."""
     return made("Apertus", **ONE)

@@ -97,12 +97,13 @@ def test_the_command_reports_costs_and_writes_a_model(run: Run) -> None:
     assert math.isfinite(record.loss_before)
     assert record.loss_after != record.loss_before
     losses = record.loss_before, record.loss_after
-    headline = f"loss {losses[0]:.4f} → {losses[1]:.4f} ({losses[1] / losses[0] - 1:+.2%}) on held-out data"
+    added = f"{losses[1] - losses[0]:+.4f} ± {record.worst.spread:.4f}"
+    headline = f"loss {losses[0]:.4f} → {losses[1]:.4f} ({added}) on held-out data of 30 tokens"
     assert headline in words(done)
     assert "nothing was removed" not in words(done)
     milliseconds = f"{1e3 * record.seconds_before:.2f} {1e3 * record.seconds_after:.2f}"
     assert f"decoding step after 29 tokens, ms {milliseconds}" in words(done)
-    assert f"attention KL, nats 0 {record.attention_kl:.4f}" in words(done)
+    assert f"Attention KL: {record.attention_kl:.4f} nats" in words(done)
     page = Path("half/index.html").read_text()
     assert all(text in page for text in ("Layers", "Costs", "Savings", "rankwise.load_compressed"))
     assert count(loaded(load_line(done))) == record.parameters_after
@@ -140,7 +141,7 @@ def test_a_model_folder_with_other_files_is_compressed_and_audited(run: Run) -> 
         "compress", "model", "--text", "text.txt", "--keep", 3 / 8, "--tokens", 32, "--sequences", 8,
         "--batch-size", 4, "--out", folder,
     )  # fmt: skip
-    assert "every other sequence was held out" in words(done)
+    assert "the second half of the text, or every second text, was held out" in words(done)
     assert "sentence-transformers were copied (1_Pooling)" in words(done)
     copied, original = (Path(name, "1_Pooling", "config.json") for name in (folder, "model"))
     assert copied.read_text() == original.read_text()

@@ -7,11 +7,14 @@ import pytest
 from tests.support.documents import compression_document
 
 from rankwise.compression import (
+    CacheSize,
     Compression,
     HeadWidth,
     LatentRank,
     LayerCost,
+    WindowCost,
 )
+from rankwise.report.document import Table
 
 RECORD = Compression(
     model="m", parts=["heads"], sequences=1, tokens=2, measured_on="held-out data", heads=[],
@@ -38,22 +41,41 @@ def test_widths_are_listed_by_the_original_numbers_of_heads() -> None:
     assert layers.rows[0][:3] == ["0", "– 3", "3.0"]
 
 
-def costs(**fields: object) -> dict[str, list[str]]:
-    """Cells of the first table of costs and of savings, by the first cell of the row."""
+def table(title: str, **fields: object) -> Table:
     tables = compression_document(RECORD.model_copy(update=fields)).sections[0].tables
-    return {str(row[0]): [str(cell) for cell in row[1:]] for table in tables for row in table.rows}
+    return next(table for table in tables if table.title == title)
 
 
 def test_unknown_numbers_of_a_compression_are_dashes() -> None:
-    found = costs(loss_before=1.0, timed="pass", seconds_before=0.001)
-    assert found["loss"] == ["1.0000", "–"]
-    assert found["pass, ms"] == ["1.00", "–", "–"]
+    costs = [WindowCost(tokens=9, windows=1, loss_before=1.0)]
+    assert table("Costs", costs=costs).columns[:3] == ["tokens", "windows", "loss"]
+    assert table("Costs", costs=costs).rows == [["9", "1", "1.0000"]]  # a column of dashes is left out
+    assert (
+        "loss 1.0000 → – (–)"
+        in compression_document(RECORD.model_copy(update={"costs": costs})).verdict.sentence
+    )
+    assert table("Savings", timed="pass", seconds_before=0.001).rows[-1] == ["pass, ms", "1.00", "–", "–"]
+
+
+def test_the_length_with_the_largest_cost_is_the_headline() -> None:
+    costs = [
+        WindowCost(tokens=tokens, windows=2, loss_before=1.0, loss_added=added, spread=0.01)
+        for tokens, added in ((256, 0.1), (1024, 0.3), (2048, 0.2))
+    ]
+    record = RECORD.model_copy(update={"costs": costs})
+    assert (record.worst.tokens, record.loss_after) == (1024, 1.3)
+    said = "loss 1.0000 → 1.3000 (+0.3000 ± 0.0100) on held-out data of 1,024 tokens"
+    assert said in compression_document(record).verdict.sentence
+    broken = WindowCost(tokens=512, windows=2, loss_before=1.0)  # a loss that is not finite is the worst
+    assert RECORD.model_copy(update={"costs": [*costs, broken]}).worst is broken
+    errors = [WindowCost(tokens=tokens, windows=2, output_error=1 / tokens) for tokens in (9, 99)]
+    assert RECORD.model_copy(update={"costs": errors}).worst.tokens == 9
 
 
 @pytest.mark.parametrize(("after", "said"), [(50, "50.0% fewer"), (100, "0.0% fewer"), (150, "50.0% more")])
 def test_savings_are_fewer_or_more_never_negative(after: int, said: str) -> None:
     latent = LatentRank(part="kv", site="a", layer=0, channels=8, full_rank=8, rank=4, output_kl=0.1)
     sizes = {"parameters_before": 100, "parameters_after": after, "latents": [latent]}
-    sizes |= {"cache_bytes_before": 200, "cache_bytes_after": 2 * after}
+    sizes |= {"cache": [CacheSize(tokens=4096, before=200, after=2 * after)]}
     sentence = compression_document(RECORD.model_copy(update=sizes)).verdict.sentence
-    assert sentence.endswith(f", {said} parameters, {said} bytes of cache.")
+    assert sentence.endswith(f", {said} parameters, {said} bytes of cache at 4,096 tokens.")

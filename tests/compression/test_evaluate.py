@@ -18,22 +18,57 @@ def test_without_labels_and_logits_no_loss_and_no_output_kl_is_measured() -> Non
     assert math.isnan(done.output_kl)
 
 
-def test_output_kl_is_the_mean_over_the_real_tokens_of_all_batches_up_to_16_sequences() -> None:
-    batches = [ids(10, 12, 1), ids(3, 30, 2), ids(9, 20, 3), ids(9, 20, 4)]
+@pytest.mark.parametrize("reverse", [False, True])
+def test_costs_of_each_length_are_those_of_plain_passes(reverse: bool) -> None:
+    """Losses, their spread, KL and errors of the first token and of the others, in any order of batches."""
+    batches = [ids(10, 12, 1), ids(3, 12, 2), ids(9, 12, 3), ids(3, 40, 4), ids(2, 38, 5)]
     for batch in batches:
         batch["attention_mask"] = torch.ones_like(batch["input_ids"])
-        batch["attention_mask"][0, 7:] = 0
+        batch["attention_mask"][0, 9:] = 0
+    batches = batches[::-1] if reverse else batches
     model, original = gpt2(), gpt2()
-    done = rw.compress(model, batches, keep=0.5)
-    total, tokens = 0.0, 0
-    with torch.no_grad():
-        for batch, count in zip(batches, (10, 3, 3), strict=False):
-            some = {name: values[:count] for name, values in batch.items()}
-            real = some["attention_mask"].bool()
-            before, after = (m(**some).logits[real].double().log_softmax(-1) for m in (original, model))
-            total += float((before.exp() * (before - after)).sum())
-            tokens += int(real.sum())
-    assert done.output_kl == pytest.approx(total / tokens, rel=1e-9)
+    done = rw.compress(model, [ids(8, 30)], keep=0.5, held_out=batches)
+    assert [(cost.tokens, cost.windows) for cost in done.costs] == [(12, 22), (40, 5)]
+    assert done.worst in done.costs
+    for cost in done.costs:
+        added, whole, tokens, kls, squares, left = [], 0.0, [], [], torch.zeros(2, 2), 16
+        for batch in [batch for batch in batches if (batch["input_ids"].shape[1] > 12) == (cost.tokens > 12)]:
+            real, texts = batch["attention_mask"].bool(), batch["input_ids"]
+            with torch.no_grad():
+                before, after = (m(**batch).logits.double() for m in (original, model))
+            for row, text in enumerate(texts):
+                text, old, new = (values[real[row]] for values in (text, before[row], after[row]))
+                losses = [nn.functional.cross_entropy(x[:-1], text[1:], reduction="sum") for x in (old, new)]
+                added.append(float(losses[1] - losses[0]))
+                whole, tokens = whole + float(losses[0]), [*tokens, len(text) - 1]
+                if left:
+                    left -= 1
+                    log_p, log_q = old.log_softmax(-1), new.log_softmax(-1)
+                    kls += (log_p.exp() * (log_p - log_q)).sum(-1).tolist()
+                    parts = ((new - old).square().sum(-1), old.square().sum(-1))
+                    squares += torch.tensor([[float(x[0]), float(x[1:].sum())] for x in parts])
+        mean = sum(added) / sum(tokens)
+        residual = sum((x - mean * n) ** 2 for x, n in zip(added, tokens, strict=True))
+        spread = math.sqrt(residual * len(tokens) / (len(tokens) - 1)) / sum(tokens)
+        close: Any = {"rel": 1e-4, "abs": 1e-7}  # losses of the model are read in float32
+        assert cost.loss_before == pytest.approx(whole / sum(tokens), **close)
+        assert (cost.loss_added, cost.spread) == pytest.approx((mean, spread), **close)
+        assert cost.output_kl == pytest.approx(sum(kls) / len(kls), rel=1e-6)
+        errors = (squares[0] / squares[1]).sqrt().tolist()
+        assert (cost.first_error, cost.other_error) == pytest.approx(errors, rel=1e-5)
+        assert cost.output_error == pytest.approx(
+            float((squares[0].sum() / squares[1].sum()).sqrt()), rel=1e-5
+        )
+
+
+def test_one_window_has_no_spread_and_a_cost_below_its_spread_is_noted() -> None:
+    done = rw.compress(gpt2(), [ids(8, 30)], keep={"kv": 0.5}, held_out=[ids(1, 30, 3)])
+    assert math.isnan(done.worst.spread)
+    assert not any("below its spread" in note for note in done.notes)
+    done = rw.compress(gpt2(), [ids(8, 30)], tolerance={"kv": 1e-5}, held_out=[ids(8, 30, 3)])
+    assert done.worst.loss_added < done.worst.spread
+    assert any("is below its spread over 8 windows" in note for note in done.notes)
+    assert any(note.startswith("kv: the tolerance 1e-05 is below the spread") for note in done.notes)
 
 
 @pytest.mark.parametrize("name", ["Bart", "Bert"])

@@ -267,7 +267,7 @@ def test_the_report_lists_the_groups() -> None:
         (
             own,
             0.75,
-            r"`keep`: expected at most 0.5, because .* divides 4, got 0.75. `keep` can be 0.5 or 0.25",
+            r"at most 0.5: a number of key heads must divide 4, got 0.75. `keep` can be 0.5 or 0.25",
         ),
         (llama, 0.4, None),
     ],

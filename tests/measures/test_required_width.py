@@ -117,7 +117,7 @@ def test_grouped_heads_read_the_keys_of_their_group_in_any_precision() -> None:
 def test_parts_of_long_sequences_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
     op = head(6)
     whole = logit_moments(op)
-    monkeypatch.setattr("rankwise.measures.required_width.STEP", 7)
+    monkeypatch.setattr("rankwise.measures.row_moments.STEP", 7)
     parts = logit_moments(op)
     assert torch.allclose(parts.query, whole.query, rtol=1e-12)
     assert torch.allclose(parts.key, whole.key, rtol=1e-12)

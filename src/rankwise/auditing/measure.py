@@ -20,9 +20,19 @@ from rankwise.auditing.measure_table import HEAD_MEASURES, STATE_MEASURES, mixer
 from rankwise.auditing.provenance import PROBES, SEED, STEPS
 from rankwise.auditing.reference_ranks import Mask, masks_of, reference_ranks
 from rankwise.auditing.settings import RankMethod
-from rankwise.auditing.statistics import ERRORS, MAXIMA, MEANS, RANKS, HeadStatistics, StateStatistics
+from rankwise.auditing.statistics import (
+    ERRORS,
+    MAXIMA,
+    MEANS,
+    POOLED,
+    RANKS,
+    HeadStatistics,
+    StateStatistics,
+)
 from rankwise.measures.registry import as_operator
+from rankwise.measures.row_moments import RowMoments
 from rankwise.measures.row_walk import row_blocks
+from rankwise.measures.token_states import without_massive
 from rankwise.operators import MixingOperator
 from rankwise.tracing import CapturedMixer, CapturedState
 
@@ -130,12 +140,21 @@ def measure_heads(
     estimated = np.where(nonfinite, np.nan, by_sequence(sequences.estimated for sequences in measured))
     statistics.estimated_sequences = np.nansum(estimated, axis=0)
     statistics.distances.add(by_sequence(sequences.distances for sequences in measured))
+    vectors: dict[str, Tensor] = {}
+    if site.kind == "softmax" and site.values is not None:
+        sequences, heads_of_values, sources, _ = site.values.shape
+        if (sequences, sources) == (matrices, op.shape[-1]) and op.shape[-3] % heads_of_values == 0:
+            vectors["value_effective_rank"] = site.values
     if isinstance(site.operator, operators.SoftmaxMixing):
         sums = measures.logit_moments(site.operator, site.valid_tokens, site.valid_sources).sum_sequences()
         parts = (sums.query, sums.key, sums.rows, sums.columns)
         statistics.logits = measures.LogitMoments(*(part.cpu() for part in parts))
+        vectors["key_effective_rank"] = site.operator.key
         statistics.head_dim = site.operator.query.shape[-1]
         statistics.heads_per_group = site.operator.heads_per_group
+    for name, rows in vectors.items():
+        known = RowMoments.of(rows, site.valid_sources[:, None]).sum_sequences()
+        statistics.rows[name] = RowMoments(known.moments.cpu(), known.count.cpu())
     _add_examples(statistics, measured)
     if names is not None:
         peaks = [columns for sequences in measured for columns in sequences.peaks]
@@ -356,6 +375,10 @@ def measure_states(
     norms = tokens.norm(dim=-1).masked_fill(~real, -1)
     places = (real.cumsum(1) - 1).gather(1, norms.argmax(1, keepdim=True))[:, 0].cpu()
     statistics.largest_at.update(places[~unknown].tolist())
+    if ranks:
+        for name, kept in zip(POOLED, (real, without_massive(tokens, mask)), strict=True):
+            means = tokens.masked_fill(~kept[..., None], 0.0).sum(1) / kept.sum(1, keepdim=True)
+            statistics.pooled[name] = means.cpu()[~unknown].numpy()
     for name in values:
         statistics.measures[name].add(values[name].cpu().masked_fill(unknown, torch.nan)[:, None].numpy())
     return statistics

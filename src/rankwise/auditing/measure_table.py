@@ -97,6 +97,8 @@ class Measure:
     """Title of the measure's column on the console; empty if it has no column there."""
     summed: bool = False
     """True if the value of a layer is the sum over its heads, not the mean."""
+    late: bool = False
+    """True if the value is computed from all sequences together, not from one sequence alone."""
     maximum: bool = False
     """True if a record has the maximum over sequences and a layer the maximum over heads, not the means."""
     share: bool = False
@@ -177,8 +179,6 @@ class HeadMeasure(Measure):
 
     kinds: Sequence[str] = ()
     """Kinds of mixers that have the measure; empty if all kinds have it."""
-    late: bool = False
-    """True if the value is computed from all sequences together, not from one sequence alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,6 +289,23 @@ class HeadMeasures(Record):
         known_only=True, drawn=False,
         meaning="Mean norm of keys, after norms and rotation; NaN if the attention is not fused.",
     )] = math.nan
+    key_effective_rank: Annotated[Number, HeadMeasure(
+        title="Effective rank of keys", short="Rank of keys",
+        formula="exp(−Σ p_i log p_i), p = σ/Σσ, of the keys of all tokens of all sequences, an N×K matrix",
+        range=WIDTH._replace(text="[1, min(N, K)]", low=1.0), low="one direction only",
+        high="all channels alike", digits=1, cost="O(S K²)", kinds=("softmax",), known_only=True,
+        drawn=False, late=True,
+        meaning="Number of directions that the cached keys of a head fill over all sequences, after norms "
+        "and rotation. If it is low, few latents can replace the keys. NaN if the attention is not fused.",
+    )] = math.nan
+    value_effective_rank: Annotated[Number, HeadMeasure(
+        title="Effective rank of values", short="Rank of values",
+        formula="exp(−Σ p_i log p_i), p = σ/Σσ, of the values of all tokens of all sequences",
+        range=Range("[1, min(N, V)]", 1.0), low="one direction only", high="all channels alike", digits=1,
+        cost="O(S V²)", kinds=("softmax",), known_only=True, drawn=False, late=True,
+        meaning="Number of directions that the values of a head fill over all sequences. If it is low, few "
+        "latents can replace the cached values.",
+    )] = math.nan
     sigma_max: Annotated[Number, HeadMeasure(
         title="Largest singular value", short="σ max", symbol="σ_max", formula="σ_1", range=POSITIVE,
         low="smallest in the audit", high="largest in the audit", digits=2, cost="less than half an SVD",
@@ -384,6 +401,24 @@ class StateMeasures(Record):
         range=UNIT._replace(text="[1/T, 1]"), low="norms are alike", high="one token is all of ‖Y‖",
         digits=2, cost="O(T D)", drawn=False, function="largest_norm_share",
         meaning="Above one half, token spread and effective rank describe one token rather than all.",
+    )] = math.nan
+    pooled_effective_rank: Annotated[Number, StateMeasure(
+        title="Effective rank of pooled states", short="Pooled rank",
+        formula="exp(−Σ p_i log p_i), p = σ/Σσ, of the N×D matrix of the mean tokens of N sequences",
+        range=Range("[1, min(N, D)]", 1.0, lambda state: float(min(state.sequences, state.hidden_size))),
+        low="all sequences alike", high="sequences point apart", digits=1, cost="O(N D min(N, D))",
+        drawn=False, late=True, known_only=True,
+        meaning="How many directions the mean states of all sequences fill: 1 if they are on one line. It is "
+        "at most the number of sequences, so compare audits of as many sequences.",
+    )] = math.nan
+    pooled_effective_rank_without_massive: Annotated[Number, StateMeasure(
+        title="Effective rank of pooled states without massive tokens", short="Pooled rank without massive",
+        formula="effective rank of the means of tokens with ‖y_i‖ ≤ 10 · median_j ‖y_j‖",
+        range=Range("[1, min(N, D)]", 1.0, lambda state: float(min(state.sequences, state.hidden_size))),
+        low="all sequences alike", high="sequences point apart", digits=1, cost="O(N D min(N, D))",
+        drawn=False, late=True, known_only=True,
+        meaning="How many directions the mean states fill if tokens of huge norm, which are much the same in "
+        "every sequence, are left out of the means.",
     )] = math.nan
     relative_update: Annotated[Number, StateMeasure(
         title="Relative update", formula="min_c ‖Y − cY'‖_F/‖Y‖_F, Y' the state before; NaN for layer 0",

@@ -37,7 +37,8 @@ LISTS, SUMS = ("notes", "random_weights"), ("batches", "sequences", "seconds")
 """Fields of `Provenance` that are joined (`LISTS`) or added (`SUMS`) when audits are merged."""
 MERGED = (
     "merged audits have no required widths, no removable heads and no measures at initialization, which need "
-    "all sequences at once, and no importance unless all of them have it"
+    "all sequences at once, no importance unless all of them have it, and no ranks of pooled states, keys "
+    "and values unless all of them keep moments (`--shards`, `keep_moments=True`)"
 )
 
 

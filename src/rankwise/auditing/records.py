@@ -2,6 +2,7 @@
 
 import base64
 import math
+import re
 import zlib
 from collections.abc import Iterable
 from typing import Annotated, Literal
@@ -13,6 +14,7 @@ from pydantic import Field, model_validator
 from rankwise._internals.records import Address as Address
 from rankwise._internals.records import Count, Number, Record, Size, format_number
 from rankwise._internals.records import UncapturedModule as UncapturedModule
+from rankwise._internals.statistics import Floats
 from rankwise.auditing.measure_table import HeadMeasures, StateMeasures
 from rankwise.errors import strip_control
 from rankwise.importance.records import HeadImportance
@@ -123,6 +125,28 @@ class AttentionMap(Record):
         return self
 
 
+class Rows(Record):
+    """Rows of float64 numbers as text: little-endian, row by row, in base64."""
+
+    width: Annotated[int, Field(gt=0)]
+    values: str
+
+    @classmethod
+    def of(cls, rows: Floats) -> "Rows":
+        """Return rows (N, width) as text."""
+        return cls(width=rows.shape[-1], values=base64.b64encode(rows.astype("<f8").tobytes()).decode())
+
+    def array(self) -> Floats:
+        """Return the rows (N, width). Raise `ValueError` if ``values`` is damaged."""
+        numbers = np.frombuffer(base64.b64decode(self.values, validate=True), dtype="<f8")
+        return numbers.reshape(-1, self.width).astype(np.float64)
+
+    @model_validator(mode="after")
+    def _holds_its_numbers(self) -> "Rows":
+        self.array()
+        return self
+
+
 class MergeData(Record):
     """Data of a head that `Audit.merge` needs in addition to the means in the record."""
 
@@ -137,6 +161,9 @@ class MergeData(Record):
     """Number of sequences in which the most attended token has a name."""
     names: dict[str, Count] = Field(default_factory=dict)
     """Number of sequences by name of the most attended token, for the most frequent names."""
+    moments: dict[str, Rows] = Field(default_factory=dict)
+    """Second moments (K, K) of keys and of values over all sequences, and their number as a last row, by
+    measure. The first head of each key head has them if the audit was made with ``keep_moments``."""
 
 
 class HeadOrigin(Record):
@@ -237,6 +264,20 @@ class HeadRecord(HeadMeasures, HeadOrigin):
         )
 
     @property
+    def transformer_lens(self) -> str:
+        """Name of the head's layer of attention maps in TransformerLens, such as blocks.3.attn.hook_pattern.
+
+        Its maps have the axes (batch, head, row, column). T5 has stacks; other models have one.
+        """
+        part = self.stack.split(".")[0] if self.stack in ("encoder.block", "decoder.block") else "blocks"
+        return f"{part}.{self.layer}.{'cross_attn' if self.cross else 'attn'}.hook_pattern"
+
+    @property
+    def nnsight(self) -> str:
+        """Path of the head's module in nnsight and Python, such as ``model.layers[3].self_attn``."""
+        return re.sub(r"\.(\d+)(?=\.|$)", r"[\1]", self.site)
+
+    @property
     def named_peak(self) -> str:
         """``max_token`` if the mean weight is at least `PEAK_MASS` (one half), otherwise an empty string."""
         return self.max_token if self.max_token_mass >= PEAK_MASS else ""
@@ -281,6 +322,9 @@ class StateRecord(StateMeasures, StateOrigin):
     does not count in positions."""
     at_init: AtInit | None = None
     """Measures of the same states at initialization, on the same data; None if not requested."""
+    pooled: dict[str, Rows] = Field(default_factory=dict)
+    """Mean tokens of all sequences, or fewer rows with the same singular values, by measure. Empty unless the
+    audit was made with ``keep_moments``."""
 
     @property
     def largest_position(self) -> int | None:

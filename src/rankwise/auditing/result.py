@@ -12,6 +12,7 @@ from rankwise._internals import report_package
 from rankwise._internals.files import SavedRecord, write_file
 from rankwise._internals.records import Address
 from rankwise.auditing.findings import diagnose
+from rankwise.auditing.head_labels import head_labels
 from rankwise.auditing.provenance import check_mergeable, describe_method, merged_provenance
 from rankwise.auditing.records import (
     Finding,
@@ -23,14 +24,15 @@ from rankwise.auditing.records import (
     Verdict,
 )
 from rankwise.auditing.statistics import AuditStatistics, heads_at_init, states_at_init
-from rankwise.auditing.tables import Records, csv_text, data_frame, table
+from rankwise.auditing.tables import Records, Row, csv_text, data_frame, table
 from rankwise.auditing.verdict import verdict_of
 from rankwise.errors import InputError, instance_of, strip_control
 from rankwise.importance.records import ImportanceRecord
 
 if TYPE_CHECKING:
     import pandas as pd
-    import plotly.graph_objects as go
+    from matplotlib.axes import Axes
+    from torch import Tensor
 
 LOAD = "Read a saved audit with `rw.Audit.load(path)`."
 
@@ -61,7 +63,8 @@ class Audit(SavedRecord):
         Up to rounding, means, standard deviations, counts and nearest heads equal the values of one audit
         over all sequences. Findings are recomputed. Attention maps are those of the first audit; spectra and
         membership maps come from the first audit that has them. Importance is the mean over all tokens. The
-        set of removable heads, required widths and measures at initialization are omitted.
+        set of removable heads, required widths and measures at initialization are omitted, and so are ranks
+        of pooled states, keys and values, unless all audits were made with ``keep_moments``.
 
         Merging in several steps returns the same result as merging at once. Each audit stores only its most
         frequent token names, so counts of rarer names may be missing.
@@ -117,10 +120,12 @@ class Audit(SavedRecord):
         copies = list(statistics.copies.values())
         for address, initial_head in (heads_at_init(statistics, copies) if copies else {}).items():
             fields_of_heads[address]["at_init"] = initial_head
-        heads = statistics.head_records(fields_of_heads)
+        heads = statistics.head_records(fields_of_heads, keep_moments=statistics.keep_moments)
         initial = states_at_init(copies)
         states = [
-            states.to_record().model_copy(update={"at_init": initial.get(address)})
+            states.to_record(keep_moments=statistics.keep_moments).model_copy(
+                update={"at_init": initial.get(address)}
+            )
             for address, states in statistics.states.items()
         ]
         importance = None if measured is None else measured.record
@@ -155,6 +160,47 @@ class Audit(SavedRecord):
         """
         text = csv_text(*table(records, getattr(self, records, []), self.provenance))
         return write_file(path, text, "table", in_folder=f"{records}.csv")
+
+    def to_tensor(self, measure: str, stack: str | None = None) -> "Tensor":
+        """Return a measure of all heads as a float32 tensor [layers, heads], NaN for heads without a value.
+
+        Args:
+            measure: name of a measure of heads, such as "removal_cost".
+            stack: stack of blocks, if the audit has several; the error of None names them.
+
+        Raises:
+            InputError: if the measure is unknown or was not measured, ``stack`` is not a stack, or a layer of
+                the stack has several mixers.
+
+        Examples:
+            >>> import torch, rankwise as rw
+            >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+            >>> rw.audit(layer, [torch.randn(1, 5, 8)]).to_tensor("effective_rank").shape
+            torch.Size([1, 2])
+        """
+        return report_package().head_tensor(self, measure, stack)
+
+    def head_labels(self) -> list[Row]:
+        """Return scores and a label of each head by its attention map of the first sequence, a row per head.
+
+        The label is the first of the scores induction, previous_token and positional that is at least 0.5,
+        or "". Columns ``transformer_lens`` and ``nnsight`` name the head's module in these packages. The
+        audit needs ``attention_maps`` and sequences of at most 128 tokens. Scores of one text are weak
+        evidence of induction: repeated random tokens are the usual test.
+
+        - ``previous_token``: mean weight on the previous token, in [0, 1].
+        - ``induction``: mean weight on tokens that followed an earlier copy of the row's token, minus the
+          weight that uniform rows have there. In [−1, 1]; NaN if no token is repeated or tokens are unknown.
+        - ``positional``: share of the variance of the weights that the offset of row and column explains, in
+          [0, 1]; 1 if the offset alone decides the weight.
+
+        Source: `head_detector` of TransformerLens for the first two, whose scores divide by all weights of
+        the map instead of those of rows with such a token.
+
+        Raises:
+            InputError: if no head has such a map.
+        """
+        return list(head_labels(self.heads, self.texts))
 
     def head(self, layer: int, head: int, *, stack: str | None = None, site: str | None = None) -> HeadRecord:
         """Return the record of one head, by the indices of its layer and of the head in the layer, from 0.
@@ -203,20 +249,27 @@ class Audit(SavedRecord):
         text: str = report.document_text(report.document_of(self), width, verbose=verbose)
         return text
 
-    def plot(self, measure: str = "numerical_rank") -> "go.Figure":
-        """Return a Plotly heat map of one measure of `to_frame`: a row per layer, a column per head.
+    def plot(self, measure: str = "numerical_rank", *, ax: "Axes | None" = None) -> "Axes":
+        """Draw a measure of heads into matplotlib axes: a heat map with a row per layer, a column per head.
 
-        Raise `InputError` if plotly is not installed, the measure is unknown, or the audit has no heads.
+        Cells without a value are blank. Values beyond the color scale have its last color (an arrow at the
+        scale). Several stacks are drawn one below the other.
+
+        Args:
+            measure: name of a measure of heads, such as "effective_rank".
+            ax: axes to draw into; by default of a new figure.
+
+        Raises:
+            InputError: if matplotlib is not installed, or the measure is unknown or was not measured.
         """
-        return report_package().plot_heads(self, measure)
+        return report_package().plot_measure(self, measure, "heads", ax)
 
-    def plot_depth(self, measure: str | None = None) -> "go.Figure":
-        """Return a Plotly figure of token states through depth: a curve per stack, ± one standard deviation.
+    def plot_depth(self, measure: str = "direction_spread", *, ax: "Axes | None" = None) -> "Axes":
+        """Draw a measure of token states into matplotlib axes: a curve per stack, ± 1 standard deviation.
 
-        The figure shows one measure, such as ``spread``, or by default all measures in the report. Raise
-        `InputError` if plotly is not installed, the measure is unknown, or there are no token states.
+        Arguments and errors are those of `plot`.
         """
-        return report_package().plot_depth(self, measure)
+        return report_package().plot_measure(self, measure, "states", ax)
 
     def _repr_html_(self) -> str:
         """Return HTML for notebooks: the verdict and the table of layers of `summary`."""

@@ -72,6 +72,7 @@ def audit(
     importance: ImportanceOption = False,
     loss: bool = False,
     at_init: AtInitOption = False,
+    keep_moments: bool = False,
     provenance: Mapping[str, Any] | None = None,
     on_progress: Progress | None = None,
 ) -> Audit:
@@ -112,6 +113,9 @@ def audit(
         at_init: audit copies of the model at initialization on the same batches, one at a time. True for
             three seeds, a number of seeds, or a function that builds the model from a seed, for models that
             `reinitialized` cannot build. Each copy costs one audit and the memory of the model.
+        keep_moments: keep the second moments of pooled states, keys and values in the records, so that
+            merged audits have their effective ranks: 8·K² bytes per key head, and 8·D bytes per sequence and
+            layer (at most 2D sequences), a third more in a file.
         provenance: fields of `Provenance` to record: model, revision, data, command.
         on_progress: function called with each step, such as the batch and the name of the module, and the
             finished share of the batches, copies or passes (of the current batch, if the number of batches
@@ -140,7 +144,7 @@ def audit(
     settings = AuditSettings.of(
         delta=delta, tokenizer=tokenizer, rank_method=rank_method, sites=sites, blocks=blocks,
         attention_maps=attention_maps, importance=importance, loss=loss, at_init=at_init,
-        provenance=provenance, on_progress=on_progress,
+        keep_moments=keep_moments, provenance=provenance, on_progress=on_progress,
     )  # fmt: skip
     run = Run(without_copies(model), settings)
     run.run(batches)
@@ -193,7 +197,9 @@ class Run:
             stack.enter_context(uncompiled())
             if isinstance(self.model, nn.Module) and compiled_modules(self.model):
                 self.notes.append("the compiled model was run uncompiled, with the same weights")
-            capturing = capture(self.model, on_mixer=self._mixer, on_state=self._state, **self.where)
+            capturing = capture(
+                self.model, on_mixer=self._mixer, on_state=self._state, values="attention", **self.where
+            )
             try:
                 with capturing as self.trace, torch.no_grad():
                     self._run_all(batches, device_of(self.model))
@@ -327,7 +333,7 @@ class Run:
             heads=self.statistics.heads, states=self.statistics.states, copies=self.copies, built=self.built,
             provenance=self._provenance(), complete=self.complete, importance=self.importance,
             uncaptured=list(self.trace.uncaptured),
-            texts={} if self.maps is None else self.maps.texts,
+            texts={} if self.maps is None else self.maps.texts, keep_moments=self.settings.keep_moments,
         )  # fmt: skip
         audit = Audit.from_statistics(statistics)
         if self.settings.maps is None or not self.settings.maps.flagged:

@@ -51,6 +51,7 @@ class AuditSettings:
     maps: ChosenHeads | None = None
     importance: ImportanceSettings | None = None
     at_init: AtInitSettings | None = None
+    keep_moments: bool = False
     provenance: Mapping[str, Any] = field(default_factory=dict)
     on_progress: Progress | None = None
 
@@ -65,6 +66,7 @@ class AuditSettings:
         names = "names of the residual blocks as a string"
         instance_of("`blocks`", self.blocks, (str, type(None)), names, fix="For example `blocks='layers.*'`.")
         check_callable("on_progress", self.on_progress)
+        instance_of("`keep_moments`", self.keep_moments, bool, "True or False", fix="Try True.")
         if not (tokenizer is None or callable(tokenizer) or hasattr(tokenizer, "decode")):
             fix = "Pass what `AutoTokenizer.from_pretrained` returns, or leave it out: ids are shown."
             got = type(tokenizer).__name__

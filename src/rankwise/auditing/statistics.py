@@ -19,6 +19,7 @@ from rankwise.auditing.records import (
     HeadRecord,
     MergeData,
     Provenance,
+    Rows,
     StateRecord,
     UncapturedModule,
 )
@@ -28,6 +29,7 @@ from rankwise.importance.records import Importance
 if TYPE_CHECKING:
     from rankwise.auditing.result import Audit
     from rankwise.measures import LogitMoments
+    from rankwise.measures.row_moments import RowMoments
 
 RANKS = ("numerical_rank", "rank_low", "rank_high", "random_rank", "uniform_rank")
 """Fields of a head record whose mean is known only if all sequences have a value."""
@@ -44,7 +46,9 @@ ERRORS = ("numerical_rank", "scale_free_rank", "effective_rank", "stable_rank", 
 """Measures that have a standard error if they are estimated by random vectors."""
 COUNTS = ("nonfinite_sequences", "estimated_sequences")
 """Fields that count sequences: those with NaN or infinity, and those with estimated ranks."""
-STATES = ("tokens", *(row.name for row in STATE_MEASURES))
+STATES = ("tokens", *(row.name for row in STATE_MEASURES if not row.late))
+POOLED = tuple(row.name for row in STATE_MEASURES if row.late)
+"""Measures of the mean tokens of all sequences, an N×D matrix."""
 AT_INIT = [*(row.name for row in HEAD_MEASURES if not row.late), "nearest_head_distance"]
 """Measures of heads at initialization: measures of the mixing matrix, but not importance."""
 
@@ -75,6 +79,8 @@ class HeadStatistics:
     heads_per_group: int = 1
     logits: "LogitMoments | None" = None
     """Second moments of queries and keys; None if unknown, as after loading a file."""
+    rows: dict[str, "RowMoments"] = field(default_factory=dict)
+    """Second moments of the keys and values of each key head, by measure; those that are known."""
 
     @classmethod
     def empty(cls, mixer: Address, kind: str, cross: bool, heads: list[int]) -> "HeadStatistics":
@@ -112,9 +118,11 @@ class HeadStatistics:
             self.logits = self.logits + other.logits
         else:
             self.logits = self.logits or other.logits
+        for name, rows in other.rows.items():
+            self.rows[name] = self.rows[name] + rows if name in self.rows else rows
 
-    def to_records(self) -> list[HeadRecord]:
-        """Return a record per head."""
+    def to_records(self, *, keep_moments: bool = False) -> list[HeadRecord]:
+        """Return a record per head, with the moments of keys and values if ``keep_moments``."""
         finite = self.measures["sigma_max"].count
         numbers = {
             name: (moments.complete(finite) if name in RANKS else moments).to_record()
@@ -127,6 +135,10 @@ class HeadStatistics:
             from rankwise.measures import required_head_dim
 
             needed = required_head_dim(self.logits).cpu().numpy()
+        late = {"nearest_head_distance": distance, "required_head_dim": needed}
+        for name, rows in self.rows.items():
+            ranks = rows.effective_rank().numpy()
+            late[name] = ranks.repeat(len(self.heads) // len(ranks))
         records = []
         for index, head in enumerate(self.heads):
             sequences, estimated = int(finite[index]), round(float(self.estimated_sequences[index]))
@@ -135,7 +147,7 @@ class HeadStatistics:
             example = self.examples[index]
             peak, peak_sequences = example.peak
             fields: dict[str, Any] = {name: float(mean[index]) for name, (_, mean, _) in numbers.items()}
-            fields |= {name: float(values[index]) for name, values in self.maxima.items()}
+            fields |= {name: float(values[index]) for name, values in (self.maxima | late).items()}
             record = HeadRecord(
                 **fields,
                 stack=self.mixer.stack, site=self.mixer.site, layer=self.mixer.layer or 0,
@@ -144,14 +156,13 @@ class HeadStatistics:
                 mask=example.mask, sequences=sequences, estimated_sequences=estimated,
                 nonfinite_sequences=int(self.nonfinite_sequences[index]),
                 membership_map=example.membership,
-                nearest_head=nearest[index], nearest_head_distance=float(distance[index]),
-                required_head_dim=float(needed[index]),
+                nearest_head=nearest[index],
                 std={name: float(std[index]) for name, (_, _, std) in numbers.items() if name not in SIZES},
                 stderr={name: float(errors[name][1][index]) for name in ERRORS} if estimated else {},
                 counts={name: count for name, count in counts.items() if 0 < count < sequences},
                 max_token=peak, max_token_sequences=peak_sequences, spectrum=example.spectrum,
                 attention_map=example.attention_map,
-                merging=self._merge_data(index),
+                merging=self._merge_data(index, keep_moments=keep_moments),
             )  # fmt: skip
             records.append(record)
         return records
@@ -160,6 +171,15 @@ class HeadStatistics:
     def from_records(cls, records: Sequence[HeadRecord]) -> "HeadStatistics":
         """Restore statistics from the saved records of all heads of one mixer call."""
         first = records[0]
+        rows: dict[str, Any] = {}
+        for name in first.merging.moments:
+            import torch
+
+            from rankwise.measures.row_moments import RowMoments
+
+            kept = [head.merging.moments[name].array() for head in records if name in head.merging.moments]
+            packed = torch.from_numpy(np.stack(kept))
+            rows[name] = RowMoments(packed[:, :-1], packed[:, -1, 0])
         counts: dict[str, Any] = {
             name: np.array([float(getattr(record, name)) for record in records]) for name in COUNTS
         }
@@ -189,6 +209,7 @@ class HeadStatistics:
             examples=[HeadExamples.from_record(record) for record in records],
             head_dim=first.head_dim,
             heads_per_group=first.heads_per_group,
+            rows=rows,
         )
 
     def _nearest(self) -> tuple[list[int | None], Floats]:
@@ -203,11 +224,17 @@ class HeadStatistics:
         ]
         return nearest, np.where(least < np.inf, least, np.nan)
 
-    def _merge_data(self, head: int) -> MergeData:
+    def _merge_data(self, head: int, *, keep_moments: bool) -> MergeData:
         count, mean, _ = (numbers[head].copy() for numbers in self.distances.to_record())
         mean[head] = np.nan
         known = slice(None if np.isfinite(mean).any() else 0)
         example = self.examples[head]
+        moments = {}
+        for name, rows in self.rows.items() if keep_moments else ():
+            group, place = divmod(head * len(rows.count), len(self.heads))
+            if not place:
+                number = np.full((1, rows.moments.shape[-1]), rows.count[group])
+                moments[name] = Rows.of(np.concatenate([rows.moments[group].numpy(), number]))
         by_frequency = sorted(example.names.items(), key=lambda item: (-item[1], item[0]))
         return MergeData(
             longest=int(example.longest),
@@ -215,6 +242,7 @@ class HeadStatistics:
             pairs=count[known].astype(int).tolist(),
             named=example.named,
             names=dict(by_frequency[:NAMES_KEPT]),
+            moments=moments,
         )
 
 
@@ -239,6 +267,9 @@ class StateStatistics:
     nonfinite_sequences: int = 0
     largest_at: Counter[int] = field(default_factory=Counter)
     """Number of sequences by position of the token of largest norm."""
+    pooled: dict[str, Floats] = field(default_factory=dict)
+    """Mean tokens of the sequences by measure in `POOLED`, or fewer rows with the same singular values; empty
+    if unknown, as after loading a file."""
 
     def merge(self, other: "StateStatistics") -> None:
         """Add statistics of the same token states over other sequences."""
@@ -246,13 +277,18 @@ class StateStatistics:
         for name, moments in self.measures.items():
             moments.merge(other.measures[name])
         self.nonfinite_sequences += other.nonfinite_sequences
+        for name, rows in other.pooled.items():
+            rows = np.concatenate([self.pooled[name], rows]) if name in self.pooled else rows
+            # R of a QR decomposition has the singular values of all rows, and bounds the memory.
+            self.pooled[name] = np.linalg.qr(rows).R if len(rows) > 2 * self.hidden_size else rows
 
-    def to_record(self) -> StateRecord:
+    def to_record(self, *, keep_moments: bool = False) -> StateRecord:
         """Return the record of the token states: means and standard deviations over sequences."""
         numbers = {name: moments.to_record() for name, moments in self.measures.items()}
         sequences = int(self.measures["norm"].count[0])
         counts = {name: int(count[0]) for name, (count, _, _) in numbers.items()}
         means: dict[str, Any] = {name: float(mean[0]) for name, (_, mean, _) in numbers.items()}
+        means |= {name: _effective_rank(rows) for name, rows in self.pooled.items()}
         positions = sorted(self.largest_at.items(), key=lambda item: (-item[1], item[0]))
         return StateRecord(
             **means, stack=self.stack, site=self.site, blocks=self.blocks, hidden_size=self.hidden_size,
@@ -260,6 +296,7 @@ class StateStatistics:
             std={name: float(std[0]) for name, (_, _, std) in numbers.items() if name != "tokens"},
             counts={name: count for name, count in counts.items() if 0 < count < sequences},
             largest_at=dict(positions[:NAMES_KEPT]),
+            pooled={name: Rows.of(rows) for name, rows in self.pooled.items()} if keep_moments else {},
         )  # fmt: skip
 
     @classmethod
@@ -270,7 +307,17 @@ class StateStatistics:
             count, std = record.counts.get(name, record.sequences), record.std.get(name, math.nan)
             measures[name] = Moments.from_record(*np.array([[count], [getattr(record, name)], [std]]))
         place = record.stack, record.site, record.blocks, record.hidden_size
-        return cls(*place, measures, record.nonfinite_sequences, Counter(record.largest_at))
+        pooled = {name: rows.array() for name, rows in record.pooled.items()}
+        return cls(*place, measures, record.nonfinite_sequences, Counter(record.largest_at), pooled)
+
+
+def _effective_rank(rows: Floats) -> float:
+    """Return exp(entropy of σ/Σσ) of the singular values σ of rows: 0 for zeros, NaN without a row."""
+    if not rows.any():
+        return 0.0 if len(rows) else math.nan
+    sigma = np.linalg.svd(rows, compute_uv=False)
+    shares = sigma[sigma > 0] / sigma.sum()
+    return float(np.exp(-(shares * np.log(shares)).sum()))
 
 
 @dataclass
@@ -299,7 +346,9 @@ class ModelStatistics:
         for states in other.states.values():
             self.add_states(states)
 
-    def head_records(self, fields: Mapping[Address, Mapping[str, Any]] | None = None) -> list[HeadRecord]:
+    def head_records(
+        self, fields: Mapping[Address, Mapping[str, Any]] | None = None, *, keep_moments: bool = False
+    ) -> list[HeadRecord]:
         """Return the records of all heads in the order of the model.
 
         ``fields`` contains values by address of the head, which replace fields of the record.
@@ -311,7 +360,7 @@ class ModelStatistics:
         records: list[HeadRecord] = []
         for mixer, heads in self.heads.items():
             together = _pattern(mixer)
-            for record in heads.to_records():
+            for record in heads.to_records(keep_moments=keep_moments):
                 changes = dict((fields or {}).get(mixer.at(record.head), {}))
                 if len(heads.heads) == 1 and alone[together] > 1:
                     changes |= {"site": together.site, "head": met[together]}
@@ -330,6 +379,8 @@ class AuditStatistics(ModelStatistics):
 
     provenance: Provenance = field(kw_only=True)
     complete: bool = True
+    keep_moments: bool = False
+    """True if records hold the second moments with which audits are merged."""
     uncaptured: list[UncapturedModule] = field(default_factory=list)
     texts: dict[str, list[str]] = field(default_factory=dict)
     """Tokens of the sequences with attention maps, by name of the model input."""
@@ -344,6 +395,12 @@ class AuditStatistics(ModelStatistics):
         for example in chain(*(heads.examples for heads in other.heads.values())):
             example.attention_map = None
         self.merge(other)
+        self.keep_moments = self.keep_moments and other.keep_moments
+        if not self.keep_moments:  # the ranks of all sequences are unknown, not those of a part
+            for heads in self.heads.values():
+                heads.rows = {}
+            for states in self.states.values():
+                states.pooled = {}
         self.complete = self.complete and other.complete
         self.uncaptured = list(dict.fromkeys([*self.uncaptured, *other.uncaptured]))
         if self.importance is None or other.importance is None:
@@ -364,7 +421,10 @@ class AuditStatistics(ModelStatistics):
             states={
                 (state.stack, state.blocks): StateStatistics.from_record(state) for state in audit.states
             },
-            provenance=audit.provenance, complete=audit.complete, uncaptured=audit.uncaptured,
+            provenance=audit.provenance, complete=audit.complete,
+            keep_moments=any(state.pooled for state in audit.states)
+            or any(head.merging.moments for head in audit.heads),
+            uncaptured=audit.uncaptured,
             texts=audit.texts, importance=importance,
         )  # fmt: skip
 

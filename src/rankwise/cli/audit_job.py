@@ -176,6 +176,7 @@ def measure(
     result = audit(
         model.model, data.batches if isinstance(data.batches, list) else batches(), job.delta,
         rank_method=job.rank_method, attention_maps=job.attention_maps, at_init=job.at_init or False,
+        keep_moments=job.shard != ALL,
         importance=job.importance, tokenizer=data.tokenizer, on_progress=say,
         provenance=about | dict(provenance or {}),
     )  # fmt: skip

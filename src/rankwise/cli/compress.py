@@ -1,9 +1,11 @@
 """Command `rankwise compress`: make a trained model smaller, and measure costs and savings."""
 
 import json
+import shlex
 import shutil
 from contextlib import suppress
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,12 +26,13 @@ SENTENCE_MODULES = (
 )
 HELP = """Make a trained model smaller, and measure the costs and the savings.
 
-The folder gets the compressed model, compression.json and index.html; the original stays unchanged. Every
-second sequence is used for calibration; costs are measured on the others.
+The folder gets the compressed model, compression.json and index.html; the original stays unchanged. Costs are
+measured on data that are held out: the second half of one text, or every second text or image.
 
 [bold]Examples[/bold]
 
   rankwise compress gpt2 --text book.txt --keep 0.5 --out gpt2-half
+  rankwise compress ./my-llama --text book.txt --parts blocks --remove 4
   rankwise compress ./my-bert --text train.jsonl --tolerance 0.01 --calibration-steps 200
   rankwise compress ./my-llama --text book.txt --keep heads=0.9 --keep kv=0.5
   rankwise compress ./my-vit --images photos/ --keep 0.75
@@ -50,8 +53,8 @@ def command(
         list[str] | None,
         typer.Option(
             help="Largest cost, instead of --keep, for all parts or one part (width=0.01): KL of the "
-            "attention in nats for width, KL of the outputs in nats for kv, share of the loss for heads and "
-            "key-heads."
+            "attention in nats for width, KL of the outputs in nats for kv, share of the loss for blocks, "
+            "heads and key-heads."
         ),
     ] = None,
     parts: Annotated[
@@ -60,6 +63,9 @@ def command(
             help=f"Parts, separated by commas: {', '.join(PARTS)}; by default {' and '.join(DEFAULT_PARTS)}, "
             "if the model allows them."
         ),
+    ] = None,
+    remove: Annotated[
+        int | None, typer.Option(min=1, help="Number of blocks to remove, instead of --keep, for blocks.")
     ] = None,
     uniform: Annotated[
         bool,
@@ -70,6 +76,14 @@ def command(
     calibration_steps: Annotated[int, typer.Option(min=0, help="Steps of Adam per layer, for width.")] = 0,
     tokens: options.Tokens = 256,
     sequences: Annotated[int, typer.Option(min=1, help="Calibrate on this many, and hold out as many.")] = 32,
+    held_out_tokens: Annotated[
+        int,
+        typer.Option(
+            min=2,
+            help="Measure costs also on held-out windows of this many tokens, or as many as text, model and "
+            "memory allow.",
+        ),
+    ] = 2048,
     batch_size: options.BatchSize = 8,
     time: Annotated[
         bool, typer.Option("--time", help="Measure seconds per decoding step, or per pass, before and after.")
@@ -80,6 +94,9 @@ def command(
     out: Annotated[Path, typer.Option(help="Folder for the results, new or empty.")] = Path(
         "rankwise-compressed"
     ),
+    preview: Annotated[
+        bool, typer.Option("--preview", help="Change nothing: print what each way would cost and save.")
+    ] = False,
     trust_remote_code: options.TrustRemoteCode = False,
 ) -> None:
     """Compress a model; `HELP` describes the command."""
@@ -93,8 +110,14 @@ def command(
 
     shares, tolerances = _target("--keep", keep), _target("--tolerance", tolerance)
     names = None if parts is None else [name.strip() for name in parts.split(",") if name.strip()]
-    part_targets(names, shares, tolerances)
+    part_targets(names, shares, tolerances, remove)
     check_data([model], context, text=text, images=images, dataset=dataset)
+    data: dict[str, Any] = {"text": text, "images": images, "dataset": dataset}
+    sizes: dict[str, Any] = {"tokens": tokens, "sequences": sequences, "batch_size": batch_size}
+    if preview:
+        load = partial(load_model, model, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+        _preview(context, load, lambda subject: _data(subject, data, sizes, held_out_tokens), names, seed)
+        return
     check_unused(out)
     if any((Path(model) / name).is_file() for name in (FACTS, NUMBERS)):
         fix = "Compress the model without them, then run `rankwise skip` on the result."
@@ -102,15 +125,14 @@ def command(
     with output.new_folder(out):
         with output.show_progress() as on_progress:
             subject = load_model(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
-            sizes: dict[str, Any] = {"tokens": tokens, "sequences": 2 * sequences}
-            sizes["batch_size"] = 2 * batch_size
-            batches, held_out, notes = _data(subject, sizes, text=text, images=images, dataset=dataset)
+            batches, held_out, notes = _data(subject, data, sizes, held_out_tokens)
             record = compress(
                 subject.model,
                 batches,
                 shares,
                 tolerances,
                 names,
+                remove=remove,
                 uniform=uniform,
                 calibrate=calibration_steps,
                 held_out=held_out or None,
@@ -145,6 +167,37 @@ def command(
         output.print_results(compression_document(record), written)
 
 
+def _preview(context: typer.Context, load: Any, data: Any, parts: list[str] | None, seed: int) -> None:
+    """Print the preview of all ways, or of the ways that were finished if the command is stopped."""
+    from rankwise.cli import output
+    from rankwise.compression.records import Preview
+    from rankwise.compression.ways import preview
+    from rankwise.report.compression_report import preview_document
+
+    words = ["rankwise", "compress", context.params["model"]]
+    for param in context.command.params:
+        source = context.get_parameter_source(param.name or "")
+        if param.name in ("model", "preview", "parts") or source is None or source.name != "COMMANDLINE":
+            continue
+        if param.name in ("keep", "tolerance", "remove", "uniform", "calibration_steps", "out", "time"):
+            fix = "Omit it: a preview has its own shares, changes nothing and measures time."
+            raise InputError("--preview", expected=f"no {param.opts[0]}", got=param.opts[0], fix=fix)
+        value = context.params[param.name or ""]
+        words += [param.opts[0]] if value is True else [param.opts[0], str(value)]
+    previews = list[Preview]()
+    try:
+        with output.show_progress() as on_progress:
+            subject = load()
+            batches, held_out, _ = data(subject)
+            preview(
+                subject.model, batches, held_out=held_out or None, parts=parts, seed=seed,
+                on_progress=on_progress, on_row=previews.append,
+            )  # fmt: skip
+    finally:
+        if previews:
+            output.print_results(preview_document(previews[-1], shlex.join(words)))
+
+
 def _target(option: str, values: list[str] | None) -> float | dict[str, float] | None:
     """Return the value of an option as a number or {part: number}. Return None if it was not given."""
     numbers: dict[str, float] = {}
@@ -163,18 +216,41 @@ def _target(option: str, values: list[str] | None) -> float | dict[str, float] |
     return numbers.get("", numbers or None)
 
 
-def _data(subject: Any, sizes: dict[str, Any], **named: Any) -> tuple[list[Any], list[Any], list[str]]:
-    """Return batches for calibration, batches for measuring costs, and notes on the data."""
+def _data(
+    subject: Any, data: dict[str, Any], sizes: dict[str, Any], longest: int
+) -> tuple[list[Any], list[Any], list[str]]:
+    """Return batches for calibration, batches for measuring costs, and notes on the data.
+
+    Costs of text are also measured on windows of `longest` tokens, or as many as text, model and memory
+    allow, if these are at least twice as long as the windows for calibration.
+    """
+    from rankwise._internals.batches import tensors_in
+    from rankwise.auditing.batches import longest_sequence
     from rankwise.cli.load_data import load_data, split_held_out
 
-    if subject.batches is not None and not any(named.values()):
+    if subject.batches is not None and not any(data.values()):
         every = list(subject.batches)
         half = (len(every) + 1) // 2
         return every[:half], every[half:], []
-    inputs = load_data(subject, **named, **sizes)
-    calibration, held_out = split_held_out(list(inputs.batches))
-    note = "every other sequence was held out" if held_out else "one sequence, none was held out"
-    return calibration, held_out, [f"Data: {inputs.data}; {note}.", *inputs.notes]
+    if data["images"]:
+        doubled = {name: size if name == "tokens" else 2 * size for name, size in sizes.items()}
+        inputs = load_data(subject, **data, **doubled)
+        calibration, held_out = split_held_out(list(inputs.batches))
+        note = "every other sequence was held out" if held_out else "one sequence, none was held out"
+        return calibration, held_out, [f"Data: {inputs.data}; {note}.", *inputs.notes]
+    inputs, others = (load_data(subject, **data, **sizes, half=half) for half in (0, 1))
+    held_out, tokens = list(others.batches), sizes["tokens"]
+    longest = min(longest, longest_sequence(subject.model) or longest)
+    while longest >= 2 * tokens:
+        more: dict[str, Any] = {"sequences": max(4, sizes["sequences"] * tokens // longest)}
+        more |= {"tokens": longest, "batch_size": max(1, sizes["batch_size"] * tokens // longest)}
+        with suppress(InputError):  # the text is too short, or memory too small
+            long = load_data(subject, **data, **more, half=1).batches
+            held_out += [batch for batch in long if tensors_in(batch)[0].shape[1] >= 2 * tokens]
+            break
+        longest //= 2
+    note = "the second half of the text, or every second text, was held out"
+    return list(inputs.batches), held_out, [f"Data: {inputs.data}; {note}.", *inputs.notes]
 
 
 def _copy_side_files(source: str, revision: str, folder: Path) -> list[str]:

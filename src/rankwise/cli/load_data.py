@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import typer
 
@@ -72,9 +72,11 @@ def load_data(
     sequences: int = 8,
     batch_size: int = 4,
     shard: Shard = ALL,
+    half: Literal[0, 1] | None = None,
 ) -> LoadedData:
     """Return batches of a text, of images or of a data set, or the batches that a factory returned.
 
+    With `half`, read only the first or second half of one text, or every second of many texts.
     Raise `InputError` if the model cannot read the data.
     """
     reads = loaded.input_name
@@ -92,6 +94,11 @@ def load_data(
     if images is not None:
         return _load_images(loaded, images, **sizes)
     texts = load_text(text) if text is not None else dataset_texts(str(dataset))
+    if half is not None and isinstance(texts, str):
+        middle = len(texts) // 2
+        texts = texts[middle:] if half else texts[:middle]
+    elif half is not None:
+        texts = texts[half::2]
     return _load_texts(loaded, texts, str(text or dataset), tokens, **sizes)
 
 

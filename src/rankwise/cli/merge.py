@@ -11,7 +11,8 @@ HELP = """Merge saved audits of one model, each of other sequences, into one aud
 
 Means, standard deviations and counts are as in one audit of all sequences, and findings are judged again.
 Removable heads, required head widths and comparisons with initialization are left out, because files do not
-hold enough for them. Each sequence may be counted only once.
+hold enough for them. Ranks of pooled states, keys and values need audits of shards (--shards K/N), whose
+files hold second moments. Each sequence may be counted only once.
 
 [bold]Examples[/bold]
 

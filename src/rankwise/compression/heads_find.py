@@ -151,7 +151,7 @@ class HeadProjections:
 
 
 def renumbered(read: Callable[[str], Any], counts: Mapping[str, tuple[int, int]]) -> dict[str, int]:
-    """Return new values of the fields in `NAMES` that contain a number; `counts` has it before and after."""
+    """Return new values of the fields in `NAMES`; `counts` has each number before and after."""
     return {
         name: after
         for kind, (before, after) in counts.items()

@@ -4,7 +4,7 @@ Key heads i of a group become one. Their keys k_i are approximated by the new ke
 into the queries, so that logits become (q T_i)·k. Among all k and T_i, the least squared error of the logits
 over all pairs of calibration tokens has, by Eckart and Young, k = Σ_i k_i S_i^½ V_i and T_i = S_i^−½ V_i: S_i
 is Σ qqᵀ of the queries that read head i, and the columns of V = [V_1; …; V_c] are the K largest eigenvectors
-of the second moments of the k_i S_i^½, side by side. With rotary positions, T_i must commute with rotations.
+of the second moments of the k_i S_i^½, side by side. With rotary positions, T_i commutes with the rotation.
 Each pair of channels is then one complex number, and its T_i are complex numbers: the largest eigenvector of
 a complex c × c matrix. Values are merged like keys, with S_i from the output layer, which takes the T_i. At
 last, the output layer gets the least squares of its old outputs, each layer on the inputs of the original.
@@ -15,7 +15,6 @@ heads are the means of rotated heads.
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -26,7 +25,7 @@ from torch import Tensor
 from rankwise._internals.batches import first_sequences, real_tokens, to_device
 from rankwise._internals.forward import AddedHook, Change, device_of, run_model
 from rankwise._internals.linalg import as_float64
-from rankwise.compression.evaluate import measure_loss
+from rankwise.compression.evaluate import added_loss, measure_losses
 from rankwise.compression.key_heads_find import KeyHeads, Merge, merging
 from rankwise.compression.plain import check_plain
 from rankwise.compression.records import MergedKeys
@@ -51,7 +50,7 @@ def solve(job: Job) -> Solution:
     counts = _counts(job, layers)
     moments = _collect(job, layers)
     check_tokens(moments[layers[0].name].tokens, layers[0].query_key.width)
-    before = measure_loss(job.model, _on_device(job)) if job.tolerance is not None else math.nan
+    before = measure_losses(job.model, _on_device(job)) if job.tolerance is not None else []
     chosen: tuple[Change, dict[KeyHeads, list[Merge]]] | None = None
     for count in counts:
         plan = {layer: moments[layer.name].merges(count) for layer in layers}
@@ -59,8 +58,9 @@ def solve(job: Job) -> Solution:
         _fit_outputs(job, layers, change)
         if job.tolerance is not None:
             with change:
-                if not (measure_loss(job.model, _on_device(job)) - before) / before <= job.tolerance:
-                    break
+                cost = added_loss(before, measure_losses(job.model, _on_device(job)))
+            if not cost or not cost["loss_added"] <= job.tolerance * cost["loss_before"]:
+                break
         chosen = change, plan
     if chosen is None:
         return Solution(Change(job.model), skipped=skipped, notes=["Key heads: none merged."])
@@ -103,7 +103,7 @@ def _counts(job: Job, layers: list[KeyHeads]) -> list[int]:
     if not fitting:
         raise CompressionError(
             "`keep`",
-            expected=f"at most {divisors[0] / total:.3g}, because the number that remains divides {total}",
+            expected=f"at most {divisors[0] / total:.3g}: a number of key heads must divide {total}",
             got=f"{job.keep:g}",
             fix=f"`keep` can be {' or '.join(f'{count / total:.3g}' for count in divisors)}.",
         )
@@ -283,7 +283,7 @@ def _fit_outputs(job: Job, layers: list[KeyHeads], change: Change) -> None:
         with record_calls(job.model, names) as calls, torch.no_grad():
             run_model(job.model, batch)
         wanted = {call.name: call.output for call in calls}
-        hooks = [AddedHook(name, "after", partial(_returning, wanted[name])) for name in names]
+        hooks = [AddedHook(name, "after", lambda *_, x=x: x) for name, x in wanted.items()]
         with change, Change(job.model, hooks=hooks), torch.no_grad(), record_calls(job.model, names) as calls:
             run_model(job.model, batch)
         for call in calls:
@@ -297,12 +297,8 @@ def _fit_outputs(job: Job, layers: list[KeyHeads], change: Change) -> None:
             square, cross = sums.get(call.name, (0, 0))
             sums[call.name] = square + heads.mT @ heads, cross + heads.mT @ left
     for name, (square, cross) in sums.items():
-        weight: Any = change.modules[name].weight
         ridge = OUTPUT_RIDGE * square.diagonal().mean()
         step = torch.linalg.solve(square + ridge * torch.eye(len(square)).to(square), cross)
+        weight: Any = change.modules[name].weight
         with torch.no_grad():
             weight.copy_(as_float64(weight) + step.mT)
-
-
-def _returning(output: Tensor, _module: Any, _args: Any, _kwargs: Any, _output: Tensor) -> Tensor:
-    return output

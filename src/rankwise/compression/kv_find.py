@@ -14,8 +14,8 @@ from transformers.cache_utils import DynamicLayer
 
 from rankwise._internals.forward import Change
 from rankwise._internals.rotary import PAIRINGS, fits_layout, per_pair, undo_rope
-from rankwise.compression.evaluate import is_decoder
 from rankwise.compression.kv_modules import LatentLayer, latent_change
+from rankwise.compression.quantized_cache import is_decoder
 from rankwise.compression.trials import NoLayersError, at_once_and_in_halves, keep_passing
 from rankwise.compression.width_modules import NarrowKeys, NarrowProjection, channels_of, runs_of
 from rankwise.tracing import RecordedCall
@@ -49,7 +49,7 @@ def find(model: nn.Module, batch: Any) -> tuple[list[LatentLayer], dict[str, str
 
 
 def full_latents(model: nn.Module, layers: list[LatentLayer], seed: int = 0) -> Change:
-    """Return the trial change: latents of full rank in a random orthonormal basis."""
+    """Return the trial change: latents of full rank in a random orthonormal basis, and no keys are kept."""
     generator = torch.Generator().manual_seed(seed)
     factors = []
     for layer in layers:
@@ -58,7 +58,7 @@ def full_latents(model: nn.Module, layers: list[LatentLayer], seed: int = 0) -> 
         basis = torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=weight.dtype)).Q
         wide = weight.shape[1] > size
         factors.append((basis @ weight, basis.mT) if wide else (basis, weight @ basis.mT))
-    return latent_change(model, layers, factors)
+    return latent_change(model, layers, factors, kept_bytes=0)
 
 
 def layer_weight(model: nn.Module, layer: LatentLayer) -> Float64[Tensor, "N D"]:

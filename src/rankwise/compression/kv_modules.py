@@ -1,17 +1,23 @@
 """Modules that compute keys and values from one latent per token, and caches that keep the latents."""
 
 import copy
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from pydantic import BaseModel, Field
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer
 
+from rankwise._internals.batches import map_tensors
 from rankwise._internals.forward import AddedHook, Change
 from rankwise._internals.rotary import PAIRINGS, RopeLayout, apply_rope, per_pair
+from rankwise._internals.torch_private import in_function_mode
 from rankwise.compression.width_modules import (
     ReplacedLinear,
     Runs,
@@ -28,6 +34,18 @@ from rankwise.errors import CompressionError
 
 RECORD = "_latent_layer"
 """Name of the attribute that keeps the `LatentLayer` record of an attention layer."""
+BLOCK = 2**17
+"""Numbers of the keys that are decoded at once, so that they stay in the cache of a processor."""
+KEPT_BYTES = 2**21
+"""Bytes of decoded keys that the cache of a layer keeps. All other keys are decoded at each step."""
+SHAPES = {
+    *(getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device")), Tensor.size, Tensor.dim
+}  # fmt: skip
+"""Functions that `Undecoded` answers without decoding."""
+ANGLES: WeakKeyDictionary[nn.Module, dict[Any, Tensor]] = WeakKeyDictionary()
+"""Cos and sin of all positions (S, 2P) that a rotary module has computed, shared by its layers."""
+MOST_ANGLES = 2**20
+"""Number of positions whose angles are kept at most."""
 
 
 class LatentLayer(BaseModel, extra="forbid"):
@@ -95,6 +113,8 @@ class LatentState:
     positions: Tensor | None
     tokens: Tensor | None
     latent: Tensor | None
+    kept_bytes = KEPT_BYTES
+    """Bytes of decoded keys that each cache of this layer keeps at most."""
 
     def __init__(self, layer: LatentLayer, norm: nn.Module | None, rotary: nn.Module | None) -> None:
         self.layer, self.norm, self.rotary = layer, norm, rotary
@@ -121,17 +141,12 @@ class LatentState:
             self.tokens, self.latent = tokens, latent
         return self.latent
 
-    def decode(
+    def decode_keys(
         self, latent: Float[Tensor, "B S r"], positions: Int[Tensor, "B S"] | None
-    ) -> tuple[Float[Tensor, "B G S K"], Float[Tensor, "B G S V"]]:
-        """Return keys, normalized and rotated to their positions, and values."""
+    ) -> Float[Tensor, "B G S K"]:
+        """Return keys, normalized and rotated to their positions."""
         layer = self.layer
-        flat = self.key.up(latent)
-        if layer.key == layer.value:
-            count = sum(count for _, count in layer.key_channels)
-            flat, values = flat[..., :count], flat[..., count:]
-        else:
-            values = self.value.up(latent)
+        flat = self._expand(self.key.up, latent, slice(0, _size(layer.key_channels)))
         if layer.key_width:
             flat = fill_zeros(flat, self.key_places.to(flat.device), layer.heads * layer.key_width)
         if self.norm is not None and layer.norm_axes == "flat":
@@ -143,13 +158,64 @@ class LatentState:
         if self.norm is not None and layer.norm_axes == "heads":
             keys = self.norm(keys)
         if self.rotary is not None:
-            angles = self.rotary(latent, position_ids=positions, **layer.rotary_options)
-            cos, sin = (per_pair(angle, layer.rotation)[:, None] for angle in angles)
+            assert positions is not None, "positions are cached if keys are rotated"
+            cos, sin = self._angles(positions, latent)
             keys = apply_rope(keys, cos, sin, PAIRINGS[layer.rotation])
-        if layer.key_factor != 1:
-            keys = keys * layer.key_factor
-        values = values.unflatten(-1, (layer.heads, -1)).transpose(1, 2)
-        return keys, values * layer.value_factor if layer.value_factor != 1 else values
+        return keys * layer.key_factor if layer.key_factor != 1 else keys
+
+    def decode_values(self, latent: Float[Tensor, "B S r"]) -> Float[Tensor, "B G S V"]:
+        """Return values, which are linear in the latent up to their bias."""
+        layer = self.layer
+        first = _size(layer.key_channels) if layer.key == layer.value else 0
+        flat = self._expand(self.value.up, latent, slice(first, None))
+        values = flat.unflatten(-1, (layer.heads, -1)).transpose(1, 2)
+        return values * layer.value_factor if layer.value_factor != 1 else values
+
+    def absorb(
+        self, rows: Float[Tensor, "B G N K"]
+    ) -> tuple[Float[Tensor, "B G N r"], Float[Tensor, "B G N 1"] | float] | None:
+        """Return queries that read latents in place of keys, and what the bias of the keys adds to logits.
+
+        Return None if keys are normalized or rotated.
+        """
+        layer, up = self.layer, self.key.up
+        if self.norm is not None or self.rotary is not None or type(up) is not nn.Linear:
+            return None
+
+        def by_head(columns: Float[Tensor, "N C"]) -> Float[Tensor, "G K C"]:
+            columns = columns[: _size(layer.key_channels)].mT
+            if layer.key_width:
+                columns = fill_zeros(columns, self.key_places.to(rows.device), layer.heads * layer.key_width)
+            return columns.mT.unflatten(0, (layer.heads, -1)).to(rows) * layer.key_factor
+
+        return rows @ by_head(up.weight), 0.0 if up.bias is None else rows @ by_head(up.bias[:, None])
+
+    def _expand(self, up: nn.Module, latent: Float[Tensor, "B S r"], rows: slice) -> Float[Tensor, "B S N"]:
+        """Return some outputs of `up`, which may also compute others, or be wrapped by an adapter."""
+        if self.layer.key == self.layer.value and type(up) is nn.Linear:
+            return F.linear(latent, up.weight[rows], None if up.bias is None else up.bias[rows])
+        expanded: Tensor = up(latent)
+        return expanded[..., rows]
+
+    def _angles(self, positions: Int[Tensor, "B S"], like: Tensor) -> Sequence[Float[Tensor, "B 1 S P"]]:
+        """Return cos and sin of positions. Angles of all positions up to the highest are computed once."""
+        layer, rotary = self.layer, self.rotary
+        assert rotary is not None, "only keys with rotation have angles"
+
+        def table(positions: Tensor) -> Float[Tensor, "B S N"]:
+            angles = rotary(like, position_ids=positions, **layer.rotary_options)
+            return torch.cat([per_pair(angle, layer.rotation) for angle in angles], -1)
+
+        usual = not torch.compiler.is_compiling() and positions.numel() and int(positions.min()) >= 0
+        if not usual or (last := int(positions.max())) >= MOST_ANGLES:
+            return table(positions)[:, None].chunk(2, -1)
+        addresses = [buffer.data_ptr() for buffer in rotary.buffers()]
+        key = (*addresses, *layer.rotary_options.items(), layer.rotation, like.dtype, like.device)
+        tables = ANGLES.setdefault(rotary, {})
+        if key not in tables or len(tables[key]) <= last:
+            with torch.inference_mode(False), torch.no_grad():  # training may use the table, too
+                tables[key] = table(torch.arange(1 << last.bit_length(), device=like.device)[None])[0]
+        return F.embedding(positions, tables[key])[:, None].chunk(2, -1)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copies of the model, without the tensors of a call."""
@@ -184,11 +250,105 @@ class LatentProjection(ReplacedLinear):
         return torch.cat([joined.narrow(-1, first, count) for first, count in self.runs], -1)
 
 
+class Undecoded(Tensor):
+    """Keys or values (B, G, S, N) in a cache, without memory until an operation reads them.
+
+    Fused attention of few queries reads latents. Any other operation reads decoded keys and values.
+    """
+
+    cache: "LatentCache"
+    decode: Callable[[], Tensor]
+
+    @staticmethod
+    def of(cache: "LatentCache", new: Tensor, decode: Callable[[], Tensor]) -> "Undecoded":
+        """Return the keys or values of all tokens, which `decode` computes. `new` has those of new tokens."""
+        shape = (*new.shape[:2], cache.keys.shape[2], new.shape[3])
+        tensor = new.new_full((), math.nan).expand(shape).as_subclass(Undecoded)
+        tensor.cache, tensor.decode = cache, decode
+        return tensor
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run attention on latents, and any other operation on decoded keys and values."""
+        kwargs = kwargs or {}
+        if func in SHAPES:
+            return super().__torch_function__(func, types, args, kwargs)
+        if func is F.scaled_dot_product_attention and (mixed := attend(*args, **kwargs)) is not None:
+            return mixed
+
+        def decoded(tensor: Tensor) -> Tensor:
+            return tensor.decode() if isinstance(tensor, Undecoded) else tensor
+
+        return func(*map_tensors(args, decoded), **map_tensors(kwargs, decoded))
+
+
+def attend(
+    query: Float[Tensor, "B H Q K"], key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Float[Tensor, "B H Q V"] | None:  # fmt: skip
+    """Return softmax(q kᵀ) v: keys are decoded in blocks, values after attention mixed the latents.
+
+    Return None if this is not possible, or if there are so many queries that decoded values are cheaper.
+    """
+    both = isinstance(key, Undecoded) and isinstance(value, Undecoded) and key.cache is value.cache
+    many = query.shape[1] * query.shape[2] > value.shape[1] * value.shape[3]
+    if not both or many or dropout_p or is_causal:
+        return None
+    cache: LatentCache = key.cache  # type: ignore[attr-defined]
+    heads, wide = cache.state.layer.heads, torch.promote_types(query.dtype, torch.float32)
+    rows = query.reshape(len(query), heads, -1, query.shape[-1]).to(wide)
+    rows = rows * (query.shape[-1] ** -0.5 if scale is None else scale)
+    latent, kept, count = cache.keys, cache.kept.shape[2], key.shape[2]
+    blocks = [rows @ cache.kept.to(wide).mT]
+    absorbed = cache.state.absorb(rows) if kept < count else None
+    size = max(32, BLOCK // max(1, key.shape[0] * key.shape[1] * key.shape[3]))
+    for first in range(kept, count, size):
+        last = min(count, first + size)
+        if absorbed is None:
+            blocks.append(rows @ cache.decode_keys(first, last).to(wide).mT)
+        else:
+            blocks.append(absorbed[0] @ latent[:, :, first:last].to(wide).mT + absorbed[1])
+    logits = (torch.cat(blocks, -1) if len(blocks) > 1 else blocks[0]).view(*query.shape[:3], count)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        logits = logits.masked_fill(~attn_mask, torch.finfo(wide).min)
+    elif attn_mask is not None:
+        logits = logits + attn_mask
+    mixed = logits.softmax(-1).to(latent.dtype).flatten(1, 2) @ latent[:, 0]
+    values = cache.state.decode_values(mixed).unflatten(2, (heads, -1))  # by the map of each head
+    return values.diagonal(dim1=1, dim2=2).movedim(-1, 1).reshape(*query.shape[:3], -1).to(query.dtype)
+
+
+class Reserve:
+    """Memory of tokens (…, S, C) that are appended call by call, with room for a sixteenth more."""
+
+    memory: Tensor
+    last: Tensor | None = None
+
+    def append(self, old: Tensor, new: Tensor) -> Tensor:
+        """Return old and new tokens. Old tokens are copied unless the last call returned them.
+
+        So nothing is overwritten that another cache, a cropped cache or a gradient reads.
+        """
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return torch.cat([old, new], -2)
+        count, total = old.shape[-2], old.shape[-2] + new.shape[-2]
+        usable = self.last is old and (torch.is_inference_mode_enabled() or not old.is_inference())
+        if not usable or self.memory.shape[-2] < total:
+            self.memory = new.new_empty(*new.shape[:-2], total + total // 16, new.shape[-1])
+            self.memory[..., :count, :] = old
+        self.memory[..., count:total, :] = new
+        self.last = self.memory[..., :total, :]
+        return self.last
+
+
 class LatentCache(DynamicLayer):
     """Cache layer with latents (B, 1, S, r) in `keys` and positions (B, 1, S, 1 or 0) in `values`.
 
     Positions are stored if keys are rotated. With these shapes, beam search, cropping and copying of
-    `DynamicLayer` work. `update` returns full keys and values.
+    `DynamicLayer` work. `update` returns keys and values that are decoded if they are read. The keys of the
+    first tokens are kept, up to `kept_bytes` of the state.
     """
 
     keys: Tensor
@@ -196,7 +356,7 @@ class LatentCache(DynamicLayer):
 
     def __init__(self, state: LatentState) -> None:
         super().__init__()
-        self.state = state
+        self.state, self.latents, self.rotated = state, Reserve(), Reserve()
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Create empty tensors with the dtype, device and batch of the first keys."""
@@ -204,7 +364,27 @@ class LatentCache(DynamicLayer):
         batch, layer = key_states.shape[0], self.state.layer
         self.keys = key_states.new_empty(batch, 1, 0, layer.rank)
         self.values = torch.empty(batch, 1, 0, int(bool(layer.rotary)), dtype=torch.int32, device=self.device)
+        self.kept, self.kept_for = (
+            key_states.new_empty(*key_states.shape[:2], 0, key_states.shape[3]),
+            self.keys,
+        )
         self.is_initialized = True
+
+    def decode_keys(self, first: int, last: int) -> Float[Tensor, "B G _ K"]:
+        """Return the keys of some tokens."""
+        positions = self.values[:, 0, first:last, 0] if self.state.layer.rotary else None
+        return self.state.decode_keys(self.keys[:, 0, first:last], positions).to(self.dtype)
+
+    def whole_keys(self, new: Float[Tensor, "B G T K"]) -> Float[Tensor, "B G S K"]:
+        """Return the keys of all tokens, of which the last are new."""
+        old = self.keys.shape[2] - new.shape[2]
+        kept = self.kept[:, :, :old]
+        return torch.cat([kept, self.decode_keys(kept.shape[2], old), new], -2)
+
+    def whole_values(self, new: Float[Tensor, "B G T V"]) -> Float[Tensor, "B G S V"]:
+        """Return the values of all tokens, of which the last are new."""
+        old = self.state.decode_values(self.keys[:, 0, : -new.shape[2]])
+        return torch.cat([old.to(new.dtype), new], -2)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "LatentCache":
         """Return a copy with its own tensors, so that a cached prompt can be continued several times."""
@@ -229,18 +409,34 @@ class LatentCache(DynamicLayer):
                 got="latents of another model, or of a copy of it",
                 fix="Use one cache per model.",
             )
-        old, places = self.keys[:, 0], self.values[:, 0]
+        old, current = self.keys.shape[2], self.kept_for is self.keys
         positions = self.values.new_empty(batch, tokens, 0)
         if self.state.layer.rotary:
             assert self.state.positions is not None, "a rotated layer was found to receive positions"
             positions = self.state.positions.to(self.values).expand(batch, tokens)[..., None]
-        self.keys = torch.cat([self.keys, new.to(self.dtype)[:, None]], dim=-2)
+        self.keys = self.latents.append(self.keys, new.to(self.dtype)[:, None])
         self.values = torch.cat([self.values, positions[:, None]], dim=-2)
-        if not old.shape[1]:
+        most = self.state.kept_bytes // max(1, key_states[:, :, :1].nbytes)
+        if not current:  # tokens or sequences were removed, or changed their places
+            self.kept = self.decode_keys(0, min(old, most))
+        if self.kept.shape[2] < most:
+            self.kept = self.rotated.append(self.kept, key_states[:, :, : most - self.kept.shape[2]])
+        self.kept_for = self.keys
+        if not old:
             return key_states, value_states
-        keys, values = self.state.decode(old, places[..., 0] if places.shape[-1] else None)
-        keys = torch.cat([keys.to(key_states.dtype), key_states], dim=-2)
-        return keys, torch.cat([values.to(value_states.dtype), value_states], dim=-2)
+        now = copy.copy(self)
+        if (
+            torch.compiler.is_compiling() or in_function_mode()
+        ):  # a mode may read tensors that are not decoded
+            return now.whole_keys(key_states), now.whole_values(value_states)
+        return (
+            Undecoded.of(now, key_states, partial(now.whole_keys, key_states)),
+            Undecoded.of(now, value_states, partial(now.whole_values, value_states)),
+        )
+
+
+def _size(runs: Runs) -> int:
+    return sum(count for _, count in runs)
 
 
 def build(model: nn.Module, layer: LatentLayer) -> Change:
@@ -276,16 +472,20 @@ def _projection(
 
 
 def latent_change(
-    model: nn.Module, layers: Sequence[LatentLayer], factors: Sequence[tuple[Tensor, Tensor]]
+    model: nn.Module,
+    layers: Sequence[LatentLayer],
+    factors: Sequence[tuple[Tensor, Tensor]],
+    kept_bytes: int = KEPT_BYTES,
 ) -> Change:
     """Return one change for all layers from factors `down` (r, D) and `up` (N, r).
 
-    The rows of `up` for keys come before the rows for values.
+    The rows of `up` for keys come before the rows for values. Caches keep `kept_bytes` of keys per layer.
     """
     change = Change(model)
     for layer, (down, up) in zip(layers, factors, strict=True):
         added = build(model, layer.model_copy(update={"rank": down.shape[0]}))
         projections: list[Any] = list(added.modules.values())
+        projections[0].state.kept_bytes = kept_bytes
         sizes = [len(channels) for _, channels in layer.projections]
         with torch.no_grad():
             projections[0].down.weight.copy_(down)

@@ -2,15 +2,19 @@ r"""The part ``kv``: low-rank keys and values of least output KL, and one budget
 
 To second order, keys and values W'x in place of Wx change the outputs by a KL divergence of
 
-    KL ≈ ½ tr(G (W − W') A (W − W')ᵀ) nats per token,   A = mean x xᵀ,   G = mean g gᵀ
+    KL ≈ ½ tr(G (W − W') A (W − W')ᵀ) nats per token,   A = mean ‖g‖² x xᵀ/s,   G = mean ‖x‖² g gᵀ/s
 
-with g the gradient of log p(y) at [key; value] of a token, and y drawn from the model itself (the Kronecker
-factors of K-FAC, arXiv 1503.05671; docs/evidence/compress-cache.md has the derivation and its assumptions).
+with g the gradient of log p(y) at [key; value] of a token, y drawn from the model itself, and
+s² = mean ‖x‖²‖g‖². Without the norms these are the Kronecker factors of K-FAC (arXiv 1503.05671), in which a
+token counts by its share of the window. All later queries read the first token, so its ‖g‖² grows with the
+window as its share falls: with the norms, its weight does not depend on the length of windows
+(docs/evidence/compress-cache.md has the derivation and its assumptions).
 Among all W' of rank r, G^−½ [G^½ W A^½]_r A^−½ has the least KL, ½ Σ_{i>r} σ_i² (Eckart and Young), where
 [·]_r keeps the r largest singular values σ. The σ_i²/2 of all layers are in nats, so one budget over layers
 goes to the largest of them.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +22,10 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor, nn
 
-from rankwise._internals.batches import real_tokens
-from rankwise._internals.forward import AddedHook, Change, Progress
+from rankwise._internals.batches import real_tokens, to_device
+from rankwise._internals.forward import AddedHook, Change, Progress, device_of
 from rankwise._internals.linalg import as_float64
+from rankwise.compression.evaluate import cache_bytes, cached_layers, reference_tokens
 from rankwise.compression.kv_find import layer_weight
 from rankwise.compression.kv_modules import LatentLayer, latent_change
 from rankwise.compression.records import LatentRank
@@ -44,17 +49,18 @@ def solve(job: Job) -> Solution:
     The ranks of all layers share one target: a share of the cache's bytes, or a tolerance.
     """
     layers, skipped = job.found
-    moments = collect_moments(job.model, layers, job.batches, job.seed, job.on_progress)
-    tokens = moments[0].count
-    check_tokens(tokens, max(layer.rank for layer in layers))
-    spectra: list[WeightedSVD] = []
-    for layer, moment in zip(layers, moments, strict=True):
-        job.on_progress(f"factoring keys and values of {layer.module}", len(spectra) / len(layers))
-        spectra.append(weighted_svd(moment.weight, moment.tokens, moment.gradients))
+    room = check(job)
+    if "spectra" not in job.kept:
+        moments = collect_moments(job.model, layers, job.batches, job.seed, job.on_progress)
+        check_tokens(moments[0].count, max(layer.rank for layer in layers))
+        job.kept["spectra"] = []
+        for done, (layer, moment) in enumerate(zip(layers, moments, strict=True)):
+            job.on_progress(f"factoring keys and values of {layer.module}", done / len(layers))
+            job.kept["spectra"].append(weighted_svd(moment.weight, moment.tokens, moment.gradients))
+    spectra: list[WeightedSVD] = job.kept["spectra"]
     nats = [spectrum.nats for spectrum in spectra]
-    size = next(job.model.parameters()).element_size()
-    if job.keep is not None:
-        ranks = ranks_for_keep(layers, nats, job.keep, size)
+    if room is not None:
+        ranks = largest_ranks(nats, room)
     else:
         assert job.tolerance is not None, "`compress` gives a share or a tolerance"
         ranks = ranks_for_tolerance(nats, job.tolerance)
@@ -83,12 +89,14 @@ def solve(job: Job) -> Solution:
 
 @dataclass
 class SecondMoments:
-    """Second moments of one attention layer: A of its tokens and G of the gradients, with its weight W."""
+    """Second moments A of the tokens and G of the gradients of one attention layer, with its weight W."""
 
     tokens: Float64[Tensor, "D D"]
     gradients: Float64[Tensor, "N N"]
     """Channels of keys come before channels of values, in the order of the linear layers' outputs."""
     weight: Float64[Tensor, "N D"]
+    sizes: float = 0.0
+    """Σ ‖x‖²‖g‖²."""
     count: int = 0
     """Number of tokens."""
 
@@ -116,8 +124,9 @@ def collect_moments(
         for parameter in trained:
             parameter.requires_grad_(True)
     for moment in moments:
-        moment.tokens /= max(moment.count, 1)
-        moment.gradients /= max(moment.count, 1)
+        scale = math.sqrt(max(moment.sizes * moment.count, 1e-300))
+        moment.tokens /= scale
+        moment.gradients /= scale
     return moments
 
 
@@ -144,8 +153,10 @@ def _add_batch(
         pieces = [gradients[name].reshape(real.numel(), -1)[:, rows] for name, rows in layer.projections]
         g = torch.cat(pieces, -1)[real.flatten()]
         x, g = as_float64(x), as_float64(g)
-        moment.tokens += (x.mT @ x).cpu()
-        moment.gradients += (g.mT @ g).cpu()
+        size_x, size_g = (values.square().sum(1, keepdim=True) for values in (x, g))
+        moment.tokens += ((size_g * x).mT @ x).cpu()
+        moment.gradients += ((size_x * g).mT @ g).cpu()
+        moment.sizes += float((size_x * size_g).sum())
         moment.count += x.shape[0]
 
 
@@ -200,33 +211,41 @@ def _roots(moments: Tensor | None, size: int, ridge: float) -> tuple[Tensor, Ten
 # --- ranks -----------------------------------------------------------------------------------------------
 
 
-def ranks_for_keep(
-    layers: list[LatentLayer], nats: list[Float64[Tensor, "_"]], keep: float | int, size: int
-) -> list[int]:
-    """Return the ranks of least KL, at least 1 per layer, for a share `keep` of the bytes of the cache.
+def check(job: Job) -> int | None:
+    """Return how many numbers per token all latents may have for a share to keep; None for a tolerance.
 
-    `size` is bytes per number. Stored token positions count as bytes of the cache. Raise `CompressionError`
-    if `keep` is too small for rank 1.
+    The share refers to the cache of one sequence of `reference_tokens`. Other layers, such as windows, and
+    stored token positions count as bytes of the cache. Raise `CompressionError` if rank 1 needs more.
     """
-    full = size * sum(layer.full for layer in layers)
-    positions = sum(4 for layer in layers if layer.rotary)  # an int32 position has 4 bytes
-    count = int((keep * full - positions) // size)
-    if count < len(layers):
-        least = (positions + size * len(layers)) / full
+    if job.keep is None:
+        return None
+    layers, tokens = job.found[0], reference_tokens(job.model)
+    cache = cached_layers(job.model, to_device(job.batches[0], device_of(job.model)))
+    whole = cache_bytes(cache, tokens)
+    modules: list[Any] = [job.model.get_submodule(layer.module) for layer in layers]
+    own = sum(cache[module.layer_idx].bytes for module in modules)
+    size = own / sum(layer.full for layer in layers)  # bytes per number
+    fixed = whole - tokens * own + tokens * sum(4 for layer in layers if layer.rotary)  # positions are int32
+    room = int((job.keep * whole - fixed) // (tokens * size))
+    if room < len(layers):
+        least = (fixed + tokens * size * len(layers)) / whole
         raise CompressionError(
-            "`keep`", expected=f"at least {least:.3g} of the cache", got=f"{keep:g}", fix="Keep more."
+            "`keep`",
+            expected=f"at least {least:.3g} of the cache of {tokens:,} tokens",
+            got=f"{job.keep:g}",
+            fix=f"Keep more: {1 - tokens * own / whole:.0%} of these bytes belong to layers without latents.",
         )
-    return _largest(nats, count)
+    return room
 
 
 def ranks_for_tolerance(nats: list[Float64[Tensor, "_"]], tolerance: float | int) -> list[int]:
     """Return the least ranks whose removed directions cost at most `tolerance` nats per token in total."""
     worth = torch.cat([values[1:] for values in nats]).sort(descending=True).values
     lost = worth.flip(0).cumsum(0).flip(0)  # lost[n]: nats lost with n directions besides 1 per layer
-    return _largest(nats, len(nats) + int((lost > tolerance).sum()))
+    return largest_ranks(nats, len(nats) + int((lost > tolerance).sum()))
 
 
-def _largest(nats: list[Float64[Tensor, "_"]], count: int) -> list[int]:
+def largest_ranks(nats: list[Float64[Tensor, "_"]], count: int) -> list[int]:
     """Return ranks that take the `count` largest directions of all layers, at least 1 per layer."""
     ranks = [1] * len(nats)
     rest = sorted((-float(value), layer) for layer, values in enumerate(nats) for value in values[1:])

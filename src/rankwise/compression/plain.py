@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from rankwise._internals.forward import Change
-from rankwise.compression.evaluate import is_decoder
+from rankwise.compression.quantized_cache import is_decoder
 from rankwise.compression.save import PLAIN, new_of_class, pretrained_models, rebuilt, structure_of
 from rankwise.compression.trials import at_once_and_in_halves, main_output, relative_error
 from rankwise.errors import CompressionError

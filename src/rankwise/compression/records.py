@@ -9,6 +9,9 @@ from rankwise._internals.files import SavedRecord
 from rankwise._internals.records import Number, Record
 from rankwise._internals.statistics import mean
 
+CACHE_TOKENS = 4096
+"""Number of tokens of the sequence to whose cache a share to keep refers, if the model reads as many."""
+
 
 class HeadWidth(Record):
     """Width of one key head and of the query heads that read it."""
@@ -43,6 +46,21 @@ class LatentRank(Record):
     """Output KL in nats per token due to this layer, predicted to second order on the calibration data."""
 
 
+class BlockRemoval(Record):
+    """Cost of removing one block, on the calibration data."""
+
+    stack: str
+    site: str
+    """Name of the block in the original model."""
+    layer: int
+    cost: Number
+    """Increase of the loss if this block alone is removed, in the unit of the loss. NaN if it has to stay."""
+    step: int = 0
+    """Number of the step, from 1, in which the block was removed. 0 if it stays."""
+    joint_cost: Number = math.nan
+    """Increase of the loss without this block and the blocks of earlier steps. NaN if the block stays."""
+
+
 class MergedKeys(Record):
     """Key heads of one layer that were merged."""
 
@@ -66,13 +84,112 @@ class LayerCost(Record):
     """Attention KL in nats, on the inputs of the original layer. NaN if no part measures it."""
 
 
+class WindowCost(Record):
+    """Cost of a compression on windows (sequences) of about one length."""
+
+    tokens: int = 0
+    """Real tokens of the longest window."""
+    windows: int = 0
+    loss_before: Number = math.nan
+    """Mean loss of labels, or of the next token for language models. NaN if there is neither."""
+    loss_added: Number = math.nan
+    """Mean increase of this loss."""
+    spread: Number = math.nan
+    """Standard error of `loss_added`, from its differences between windows. NaN for one window."""
+    output_kl: Number = math.nan
+    """Mean KL(p‖p′) of outputs in nats over the compared tokens, with p of the original model. The compared
+    windows are the first 16, or fewer if these have more than 4,096 tokens. NaN without logits."""
+    output_error: Number = math.nan
+    """‖y′ − y‖/‖y‖ of the model's outputs on the compared tokens."""
+    first_error: Number = math.nan
+    """‖y′ − y‖/‖y‖ of the first token of each window alone."""
+    other_error: Number = math.nan
+    """‖y′ − y‖/‖y‖ of all other tokens. NaN if outputs have no token axis."""
+
+    @property
+    def cost(self) -> float:
+        """Number by which lengths are compared: `loss_added`, or `output_error` if there is no loss."""
+        cost = self.loss_added if math.isfinite(self.loss_before) else self.output_error
+        return cost if math.isfinite(cost) else math.inf
+
+
+class CacheSize(Record):
+    """Bytes of the cached keys and values of one sequence. Windows are counted as they are kept."""
+
+    tokens: int
+    before: int
+    after: int
+
+
+PAYS_COST, PAYS_SIZE = 0.01, 0.95
+"""A way pays if it adds at most this share to the loss, or to the squared norm of the outputs without a loss,
+and leaves at most this share of a size."""
+
+
+class PreviewRow(Record):
+    """Cost and sizes of one way to make a model smaller, or the reason why it is refused."""
+
+    part: str = ""
+    """Part of `compress`. Empty for a quantized cache."""
+    keep: Number = math.nan
+    uniform: bool = False
+    """True if as many heads are removed from each layer."""
+    bits: int = 0
+    """Bits of keys and values, or of latents, which are simulated. 0 if they are not quantized."""
+    cost: WindowCost = Field(default_factory=WindowCost)
+    """Largest cost over lengths."""
+    parameters: int = 0
+    cache_bytes: int = 0
+    time: Number = math.nan
+    """Time of a decoding step, or of a pass, relative to the original. NaN if it was not measured."""
+    refused: str = ""
+
+    @property
+    def relative_cost(self) -> float:
+        """Cost as a share of the loss, or of the squared norm of the outputs if there is no loss."""
+        cost = self.cost
+        return cost.cost / abs(cost.loss_before) if math.isfinite(cost.loss_before) else cost.cost**2
+
+
+class Preview(Record):
+    """Costs and sizes of all ways to make a model smaller, on the same data."""
+
+    model: str
+    measured_on: str
+    cache_tokens: int
+    """Tokens of the sequence whose cache is counted."""
+    parameters: int
+    """Parameters of the original."""
+    cache_bytes: int
+    """Bytes of the cache of the original. 0 without a cache."""
+    rows: list[PreviewRow] = Field(default_factory=list)
+
+    def recommended(self, purpose: Literal["memory", "size", "speed"]) -> PreviewRow | None:
+        """Return the row with the least cache, parameters or time among those that pay. None if none pays.
+
+        Latents in 8 bits are left out, because no cache implements them.
+        """
+        before = {"memory": self.cache_bytes, "size": self.parameters, "speed": 1.0}[purpose]
+
+        def size(row: PreviewRow) -> float:
+            return {"memory": row.cache_bytes, "size": row.parameters, "speed": row.time}[purpose]
+
+        paying = [
+            row
+            for row in self.rows
+            if not row.refused and not (row.part and row.bits)
+            if row.relative_cost <= PAYS_COST and size(row) <= PAYS_SIZE * before
+        ]
+        return min(paying, key=lambda row: (size(row), row.cost.cost), default=None)
+
+
 class Compression(SavedRecord):
     """Changes of a model, their costs and their savings."""
 
     _command: ClassVar[str] = "compress"
 
     format: Literal["rankwise-compression"] = "rankwise-compression"
-    schema_version: Literal[3] = 3
+    schema_version: Literal[4] = 4
     model: str
     parts: list[str]
     sequences: int
@@ -84,22 +201,19 @@ class Compression(SavedRecord):
     heads: list[HeadWidth]
     layers: list[LayerCost]
     latents: list[LatentRank] = Field(default_factory=list)
+    blocks: list[BlockRemoval] = Field(default_factory=list)
+    """Costs of blocks, if the part ``blocks`` was done. Then other sites have names of the smaller model."""
     merged: list[MergedKeys] = Field(default_factory=list)
     attention_kl: Number
     """Attention KL(M‖M′) in nats, mean over rows, heads and layers. NaN if no part measures it."""
-    output_kl: Number = math.nan
-    """Mean KL(p‖p′) of outputs in nats over real tokens of up to 16 sequences, with p of the original model.
-    NaN if the model returns no logits."""
-    output_error: Number = math.nan
-    """‖y′ − y‖/‖y‖ of the model's outputs on the first batch."""
-    loss_before: Number = math.nan
-    """Mean loss of labels, or of the next token for language models. NaN if there is neither."""
-    loss_after: Number = math.nan
+    costs: list[WindowCost] = Field(default_factory=list)
+    """Costs by length of windows, shortest first."""
     parameters_before: int = 0
     parameters_after: int = 0
-    cache_bytes_before: int = 0
-    """Bytes of cached keys and values per token. 0 if the model has no cache."""
-    cache_bytes_after: int = 0
+    cache: list[CacheSize] = Field(default_factory=list)
+    """Cache at 1,024, 4,096 and the largest number of tokens that the model reads. Empty without a cache."""
+    quantized: list[PreviewRow] = Field(default_factory=list)
+    """The original with keys and values of 8 and 4 bits. Empty without latents."""
     timed: str = ""
     """What was timed: "decoding step after N tokens" or "pass". Empty if time was not measured."""
     seconds_before: Number = math.nan
@@ -110,6 +224,47 @@ class Compression(SavedRecord):
     notes: list[str] = Field(default_factory=list)
     about: dict[str, str] = Field(default_factory=dict)
     """Command, time, versions and machine."""
+
+    @property
+    def worst(self) -> WindowCost:
+        """Cost at the length of windows with the largest cost."""
+        return max(self.costs, key=lambda cost: cost.cost, default=WindowCost())
+
+    @property
+    def loss_before(self) -> float:
+        """Loss of the original at the length with the largest cost."""
+        return self.worst.loss_before
+
+    @property
+    def loss_after(self) -> float:
+        """Loss of the compressed model at the length with the largest cost."""
+        return self.worst.loss_before + self.worst.loss_added
+
+    @property
+    def output_kl(self) -> float:
+        """KL of the outputs at the length with the largest cost."""
+        return self.worst.output_kl
+
+    @property
+    def output_error(self) -> float:
+        """Relative error of the outputs at the length with the largest cost."""
+        return self.worst.output_error
+
+    @property
+    def kept_cache(self) -> CacheSize:
+        """Cache to which the share to keep refers: of 4,096 tokens, or the most that the model reads."""
+        sizes = [size for size in self.cache if size.tokens <= CACHE_TOKENS]
+        return sizes[-1] if sizes else CacheSize(tokens=0, before=0, after=0)
+
+    @property
+    def cache_bytes_before(self) -> int:
+        """Bytes of `kept_cache` in the original. 0 if the model has no cache."""
+        return self.kept_cache.before
+
+    @property
+    def cache_bytes_after(self) -> int:
+        """Bytes of `kept_cache` in the compressed model."""
+        return self.kept_cache.after
 
     @property
     def mean_width(self) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rankwise._internals.batches import batch_size, each_batch, to_device
+from rankwise._internals.batches import batch_size, each_batch, to_device, without_logits
 from rankwise._internals.forward import (
     Progress,
     check_in_memory,
@@ -27,7 +27,7 @@ from rankwise.compression import DEFAULT_PARTS, PARTS
 from rankwise.compression.evaluate import evaluate, snapshot
 from rankwise.compression.records import Compression, LayerCost
 from rankwise.compression.save import check_config, note_structure, pretrained_models, structure_of
-from rankwise.compression.trials import Found, Job, NoLayersError, Solution, find_part, solve_part
+from rankwise.compression.trials import Found, Job, NoLayersError, Solution, check_part, find_part, solve_part
 from rankwise.errors import (
     CompressionError,
     RankwiseError,
@@ -54,6 +54,7 @@ def compress(
     tolerance: float | int | Mapping[str, float | int] | None = None,
     parts: str | Sequence[str] | None = None,
     *,
+    remove: int | None = None,
     uniform: bool = False,
     calibrate: int = 0,
     held_out: Iterable[Any] | None = None,
@@ -65,6 +66,9 @@ def compress(
 
     Parts are done in this order; each starts from the model that the earlier parts left:
 
+    - ``blocks`` removes whole blocks, one after another. The cost of each block alone is measured, then the
+      joint cost with the blocks removed so far. The configuration gets fewer layers, so that the class of
+      the model loads the result without Rankwise.
     - ``heads`` removes attention heads with their weights. Query heads that share keys are removed together.
     - ``key-heads`` merges key heads, so that more query heads share each: keys and values are aligned first,
       and the output layers get the least squares of their old outputs. The class of the model loads the
@@ -86,18 +90,21 @@ def compress(
         batches: calibration data; a few thousand tokens.
         keep: share to keep, 0 < keep < 1; 0.5 by default. A mapping names its parts, such as
             ``{"heads": 0.9, "kv": 0.5}``; a number applies to each part. The unit depends on the part:
-            channels of queries and keys for ``width``, bytes of the cache for ``kv``, the number of heads
-            for ``heads``, the number of key heads for ``key-heads``.
+            channels of queries and keys for ``width``, the number of blocks for ``blocks``, of heads for
+            ``heads``, of key heads for ``key-heads``. For ``kv``, bytes of the cache of 4,096 tokens, or as
+            many as the model reads, with windows as they are kept.
         tolerance: instead of `keep`, the largest cost on the calibration data, as a number or a mapping. The
             cost of ``width`` is attention KL in nats. The cost of ``kv`` is the KL of the outputs in nats,
-            predicted to second order. The cost of ``heads`` and ``key-heads`` is a share of the
+            predicted to second order. The cost of ``blocks``, ``heads`` and ``key-heads`` is a share of the
             loss. The record has a note if the cost is above the tolerance.
         parts: names of the parts. Omit it if `keep` or `tolerance` is a mapping. By default, ``width`` and
             ``kv`` if the model allows them. ``heads`` is the default if the model allows neither.
+        remove: number of blocks to remove, instead of a target of the part ``blocks``.
         uniform: if True, the part ``heads`` removes as many key heads from each layer, or as many query heads
             of each key head, so that a plain configuration describes the result.
         calibrate: steps of Adam per layer of ``width``.
-        held_out: data on which the costs are measured; the calibration data by default.
+        held_out: data on which the costs are measured; the calibration data by default. Batches may have
+            several lengths: costs are measured for each, and the largest is the headline.
         time: if True, measure seconds per decoding step, or per pass, before and after.
         seed: random seed of calibration and of sampled labels.
         on_progress: function called with each step in words, and the finished share of these steps, or NaN.
@@ -119,24 +126,13 @@ def compress(
         >>> done.parts, done.mean_width, done.cache_bytes_after / done.cache_bytes_before <= 0.5
         (['width', 'kv'], 12.0, True)
     """
-    targets = part_targets(parts, keep, tolerance)
+    targets = part_targets(parts, keep, tolerance, remove)
     mapped = {*chain(*(target for target in (keep, tolerance) if isinstance(target, Mapping)))}
-    fix = "Load it first: `AutoModelForCausalLM.from_pretrained(name)`."
-    instance_of("`model`", model, nn.Module, "a torch.nn.Module", fix=fix)
-    check_changeable(model)
+    check_compressible(model)
     if uniform and ("heads" not in targets or (parts is None and "heads" not in mapped)):
         expected, fix = "the part 'heads', which it is for", 'Name it: `parts="heads"`.'
         raise CompressionError("`uniform`", expected=expected, got=", ".join(targets), fix=fix)
     whole_number("`calibrate`", calibrate, 0, error=CompressionError)
-    if structure_of(model).changes:
-        raise CompressionError(
-            f"model {type(model).__name__}",
-            expected="a model that is not compressed yet",
-            got="a compressed model",
-            fix="Load the original and compress it once; name all parts together.",
-        )
-    for inner in pretrained_models(model):
-        check_config(inner)
     data = list(each_batch(batches))
     eval_data = list(each_batch(held_out, "held_out")) if held_out is not None else data
     step = "a batch"
@@ -149,29 +145,42 @@ def compress(
 
     solutions: dict[str, Solution] = {}
     modes = {name: module.training for name, module in model.named_modules()}
-    named = parts is not None or isinstance(keep, Mapping) or isinstance(tolerance, Mapping)
+    named = any((parts is not None, remove, isinstance(keep, Mapping), isinstance(tolerance, Mapping)))
     # New linear layers draw random weights, which must not change the caller's random numbers.
     with eval_mode(model), preserve_random_state(model):
         try:
             report("the parts that the model allows")
             layers_of = find_parts(model, data[0], list(targets) if named else None)
-            tokens = _count_tokens(model, data, "batches")
-            if eval_data is not data:
-                _count_tokens(model, eval_data, "held_out")
-            before = snapshot(model, eval_data, "before")
+            jobs = {
+                name: Job(
+                    model,
+                    layers,
+                    data,
+                    eval_data,
+                    *targets[name],
+                    calibrate,
+                    seed,
+                    report,
+                    remove,
+                    uniform=uniform,
+                )
+                for name, layers in layers_of.items()
+            }
+            for name, job in jobs.items():
+                check_part(name, job)
+            lengths = read_lengths(model, data, "batches")
+            tokens = sum(map(sum, lengths))
+            lengths = lengths if eval_data is data else read_lengths(model, eval_data, "held_out")
+            before = snapshot(model, eval_data)
             with ExitStack() as applied:
-                for name, layers in layers_of.items():
-                    # find the layers again, because earlier parts changed them
-                    layers = find_part(name, model, data[0]) if solutions else layers
-                    part_keep, part_tolerance = targets[name]
-                    job = Job(
-                        model, layers, data, eval_data, part_keep, part_tolerance, calibrate, seed, report
-                    )
-                    job.uniform = uniform
+                for name, job in jobs.items():
+                    if solutions:  # find the layers again, because earlier parts changed them
+                        job.found = find_part(name, model, data[0])
                     solutions[name] = solve_part(name, job)
                     applied.enter_context(solutions[name].change)
                 changes = [solution.change for solution in solutions.values()]
-                measured = evaluate(model, eval_data, changes, before, time, report)
+                longest = [max(each, default=0) for each in lengths]
+                measured = evaluate(model, eval_data, longest, changes, before, time, report)
                 applied.pop_all()
         except Exception as error:
             full = out_of_memory(error)
@@ -197,40 +206,63 @@ def part_targets(
     parts: str | Sequence[str] | None,
     keep: float | int | Mapping[str, float | int] | None,
     tolerance: float | int | Mapping[str, float | int] | None,
+    remove: int | None = None,
 ) -> Targets:
     """Return the share to keep (by default 0.5) or the tolerance of each named part, in the order of `PARTS`.
 
-    If no part is named, all parts get the same target. Raise `CompressionError` for an invalid target.
+    Both are None for blocks if `remove` is their number. If no part is named, all parts get the same target.
+    Raise `CompressionError` for an invalid target.
     """
-    targets = {"keep": 0.5 if keep is None and tolerance is None else keep, "tolerance": tolerance}
+    numbers = None if remove is None else {"blocks": whole_number("`remove`", remove, error=CompressionError)}
+    targets = {"keep": keep, "tolerance": tolerance, "remove": numbers}
+    if not any(target is not None for target in targets.values()):
+        targets["keep"] = 0.5
     mappings = [target for target in targets.values() if isinstance(target, Mapping)]
 
     def refused(subject: str, expected: str, got: str, fix: str) -> CompressionError:
         return CompressionError(subject, expected=expected, got=got, fix=fix)
 
-    if mappings and parts is not None:
+    if mappings != [numbers] and mappings and parts is not None:
         raise refused("`parts`", "None, because the targets name their parts", repr(parts), "Omit it.")
     listed = isinstance(parts, Sequence) and not isinstance(parts, str)
     names: list[Any] = [*PARTS] if parts is None else [*parts] if listed else [parts]
-    names = [*dict.fromkeys(chain(*mappings))] if mappings else names
+    names = [*dict.fromkeys(chain(*mappings))] if mappings and parts is None else names
     if not names:
         raise refused("`parts`", "at least one part", "none", f"Known: {', '.join(PARTS)}.")
     for name in names:
         one_of("`parts`", name, PARTS, error=CompressionError)
+    if numbers and "blocks" not in names:
+        raise refused("`remove`", "None without the part 'blocks'", repr(remove), "Omit it, or use `keep`.")
     pairs: Targets = {}
     for name in sorted(set(names), key=PARTS.index):
         pair = {kind: x.get(name) if isinstance(x, Mapping) else x for kind, x in targets.items()}
         count = sum(target is not None for target in pair.values())
         if count != 1:
             fix = "Omit one of them." if count else "Omit the part."
-            raise refused(
-                f"part {name!r}", "a share to keep or a tolerance", "both" if count else "None", fix
-            )
+            expected = "a share to keep or a tolerance" + (", or a number to remove" if numbers else "")
+            got = "both" if count == 2 else "all" if count else "None"
+            raise refused(f"part {name!r}", expected, got, fix)
         for kind, interval in (("keep", "(0, 1)"), ("tolerance", "(0, inf)")):
             if (number := pair[kind]) is not None:
                 in_range(f"`{kind}`", number, interval, error=CompressionError)
         pairs[name] = pair["keep"], pair["tolerance"]
     return pairs
+
+
+def check_compressible(model: nn.Module) -> None:
+    """Raise if a model cannot be changed or saved, or is compressed already."""
+    fix = "Load it first: `AutoModelForCausalLM.from_pretrained(name)`."
+    instance_of("`model`", model, nn.Module, "a torch.nn.Module", fix=fix)
+    check_changeable(model)
+    if structure_of(model).changes:
+        raise CompressionError(
+            f"model {type(model).__name__}",
+            expected="a model that is not compressed yet",
+            got="a compressed model",
+            fix="Load the original and compress it once; name all parts together.",
+        )
+    for inner in pretrained_models(model):
+        check_config(inner)
 
 
 def check_changeable(model: nn.Module) -> None:
@@ -279,16 +311,19 @@ def find_parts(model: nn.Module, batch: Any, names: Sequence[str] | None) -> dic
     return layers
 
 
-def _count_tokens(model: nn.Module, batches: list[Any], name: str) -> int:
-    """Run the model on all batches, and return the number of real tokens that the first mixer reads."""
-    total = 0
+def read_lengths(model: nn.Module, batches: list[Any], name: str) -> list[list[int]]:
+    """Run the model on all batches, and return the numbers of real tokens that the first mixer reads.
+
+    There is one number per sequence and a list per batch.
+    """
+    lengths = []
     for number, batch in enumerate(batches, start=1):
         sites: list[CapturedMixer] = []
         failures = batch_errors(model, batch, f"`{name}`, batch {number}")
         with failures, torch.no_grad(), capture(model, on_mixer=sites.append):
-            run_model(model, to_device(batch, device_of(model)))
-        total += int(sites[0].valid_tokens.sum()) if sites else 0
-    return total
+            run_model(model, without_logits(model, to_device(batch, device_of(model))))
+        lengths.append(sites[0].valid_tokens.sum(1).tolist() if sites else [])
+    return lengths
 
 
 # --- record ----------------------------------------------------------------------------------------------
@@ -318,8 +353,8 @@ def _record(
     ]
     latents = [latent for solution in every for latent in solution.latents]
     merged = [merged for solution in every for merged in solution.merged]
-    sites: list[Any] = [*heads, *latents, *merged]
-    numbers = {item.site: item.layer for item in sites}
+    items: list[Any] = [*heads, *latents, *merged]
+    numbers = {item.site: item.layer for item in items}
     costs = {latent.site: math.nan for latent in latents}
     for solution in every:  # NaN, the cost of the part `heads`, must not replace a measured cost
         costs |= {
@@ -327,12 +362,22 @@ def _record(
         }
     layers = [LayerCost(site=site, layer=numbers[site], attention_kl=cost) for site, cost in costs.items()]
     notes = [note for solution in every for note in solution.notes]
+    worst = max(measured["costs"], key=lambda cost: cost.cost)
+    if worst.loss_added < worst.spread:
+        notes.append(
+            f"The loss added, {worst.loss_added:.2g}, is below its spread over {worst.windows} windows, ± "
+            f"{worst.spread:.2g}: these data do not tell it from 0."
+        )
     for name, solution in solutions.items():
         cost = solution.cost
-        if len(solutions) == 1 and name in ("width", "kv"):  # then all measured costs are due to this part
-            cost = measured["output_kl"] if name == "kv" else mean(costs.values())
-        notes += _part_notes(name, targets[name][1], solution, measured_on, cost)
-    return Compression(
+        # if there is one part, all measured costs are due to it
+        if len(solutions) == 1 and name in ("width", "kv"):
+            kl = max(cost.output_kl for cost in measured["costs"])
+            cost = kl if name == "kv" else mean(costs.values())
+        share = worst.spread / (worst.loss_before or math.nan)
+        spread = {"kv": worst.spread, "blocks": share, "heads": share}.get(name, math.nan)
+        notes += _part_notes(name, targets[name][1], solution, measured_on, cost, spread)
+    record = Compression(
         model=config_value(model, "name_or_path") or type(model).__name__,
         parts=list(solutions),
         sequences=sum(batch_size(batch) for batch in data),
@@ -341,6 +386,7 @@ def _record(
         heads=heads,
         layers=layers,
         latents=latents,
+        blocks=[block for solution in every for block in solution.blocks],
         merged=merged,
         attention_kl=mean(layer.attention_kl for layer in layers),
         left_out={site: reason for solution in every for site, reason in solution.skipped.items()},
@@ -348,19 +394,37 @@ def _record(
         about={"torch": torch.__version__, "threads": str(torch.get_num_threads()), "seed": str(seed)},
         **measured,
     )
+    notes += [
+        f"{row.bits}-bit keys and values cost less, {row.cost.cost:+.4f}, in {row.cache_bytes:,} bytes: "
+        "quantize the cache of the original instead."
+        for row in record.quantized
+        if not row.refused and list(solutions) == ["kv"]
+        if row.cost.cost < record.worst.cost and row.cache_bytes <= record.cache_bytes_after
+    ]
+    return record.model_copy(update={"notes": notes})
 
 
 def _part_notes(
-    part: str, tolerance: float | int | None, solution: Solution, measured_on: str, measured: float
+    part: str,
+    tolerance: float | int | None,
+    solution: Solution,
+    measured_on: str,
+    measured: float,
+    spread: float,
 ) -> list[str]:
-    """Return notes if a part removed nothing, or if it costs more than its tolerance."""
+    """Return notes if a part removed nothing, or if its tolerance is below its cost or the cost's spread."""
     heads, latents = solution.heads, solution.latents
     removed = [*(x.width < x.before for x in heads), *(x.rank < x.full_rank for x in latents)]
-    removed += [bool(solution.merged)]
+    removed += [bool(solution.merged), *(block.step > 0 for block in solution.blocks)]
     notes = [] if any(removed) else [f"{part}: nothing was removed. Lower `keep` or raise the tolerance."]
     attention = mean(head.kl_calibrated for head in heads) if part == "width" else 0.0
     costs = {"the calibration data": max(attention, sum(latent.output_kl for latent in latents))}
     costs[measured_on] = max(costs.get(measured_on, 0.0), measured)  # NaN does not replace a number
+    if tolerance is not None and tolerance < spread:
+        notes.append(
+            f"{part}: the tolerance {tolerance:g} is below the spread of the cost, ± {spread:.2g}: "
+            "hold out more data to test it."
+        )
     return notes + [
         f"{part}: the cost on {data} is {cost:.3g}, above the tolerance {tolerance:g}."
         for data, cost in costs.items()

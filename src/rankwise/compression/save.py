@@ -313,7 +313,9 @@ def loading_line(model: nn.Module, folder: str, source: str) -> str:
     """Return the line of Python that loads a compressed model. `source` says how the original was built."""
     quoted, kind = json.dumps(folder, ensure_ascii=False), type(model)
     if isinstance(model, PreTrainedModel) and not structure_of(model).changes:
-        return f"model = {kind.__name__}.from_pretrained({quoted})   # plain: Rankwise is not needed"
+        if getattr(transformers, kind.__name__, None) is not kind:
+            return f"model = {kind.__name__}.from_pretrained({quoted})   # plain: its class loads it"
+        return f"model = transformers.{kind.__name__}.from_pretrained({quoted})   # without Rankwise"
     if not isinstance(model, PreTrainedModel):
         return f"model = rankwise.load_compressed({quoted}, model)   # model: new, as built by {source}"
     if _known_class(kind.__name__) is kind:

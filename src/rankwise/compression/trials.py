@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +18,7 @@ from rankwise._internals.batches import first_sequences, map_tensors, tensors_in
 from rankwise._internals.forward import HALF, Change, Progress, device_of, in_float32, run_model
 from rankwise._internals.linalg import as_float64
 from rankwise.auditing.error_hints import batch_errors
-from rankwise.compression.records import HeadWidth, LatentRank, MergedKeys
+from rankwise.compression.records import BlockRemoval, HeadWidth, LatentRank, MergedKeys
 from rankwise.errors import CompressionError, first_line
 from rankwise.importance.losses import real_outputs
 from rankwise.importance.output_head import CHUNK
@@ -49,6 +50,10 @@ class Job:
     """Steps of Adam per layer."""
     seed: int = 0
     on_progress: Progress = lambda step, done: None
+    remove: int | None = None
+    """Number of blocks to remove, instead of a share or a tolerance."""
+    kept: dict[str, Any] = field(default_factory=dict)
+    """Statistics that a part keeps for its jobs with other targets, on the same model and data."""
     uniform: bool = False
     """If True, the part ``heads`` removes as many heads from each layer."""
 
@@ -60,6 +65,7 @@ class Solution:
     change: Change
     heads: list[HeadWidth] = field(default_factory=list)
     latents: list[LatentRank] = field(default_factory=list)
+    blocks: list[BlockRemoval] = field(default_factory=list)
     merged: list[MergedKeys] = field(default_factory=list)
     kl: dict[str, float] = field(default_factory=dict)
     """Attention KL per site on the evaluation data. NaN if it was not measured."""
@@ -101,6 +107,11 @@ def find_part(name: str, model: nn.Module, batch: Any) -> Found[Any]:
                 raise CompressionError(subject, expected=expected, got=got, fix=fix) from error
         layers: Found[Any] = _module(name, "find").find(model, wide)
     return layers
+
+
+def check_part(name: str, job: Job) -> None:
+    """Raise `CompressionError` if a part knows before its work that it cannot reach the target of a job."""
+    getattr(_module(name, "solve"), "check", lambda job: None)(job)
 
 
 def solve_part(name: str, job: Job) -> Solution:
@@ -165,20 +176,22 @@ def output_and_mask(model: nn.Module, batch: Any) -> tuple[Tensor, Bool[Tensor, 
 def at_once_and_in_halves(model: nn.Module, batch: Any) -> list[Tensor]:
     """Return the output for a text that is read at once and, if possible, in halves with a cache.
 
-    Halves need at least two tokens, and a batch of token ids with no other arguments than a mask and labels.
+    The last token is read alone, as in generation. Halves need at least two tokens, and a batch of token ids
+    with no other arguments than a mask and labels.
     """
     whole = main_output(model, batch)
     ids, mask = batch.get("input_ids"), batch.get("attention_mask")
     if ids is None or ids.shape[1] < 2 or set(batch) - {"input_ids", "attention_mask", "labels"}:
         return [whole]
-    half = ids.shape[1] // 2
-    first, second = ({"input_ids": tokens, "use_cache": True} for tokens in (ids[:, :half], ids[:, half:]))
-    if mask is not None:
-        first["attention_mask"], second["attention_mask"] = mask[:, :half], mask
-    with torch.no_grad():
-        start = run_model(model, first)
-        end = run_model(model, {**second, "past_key_values": start.past_key_values})
-    return [whole, torch.cat([start.logits, end.logits], 1)]
+    cache, logits = None, []
+    for first, last in pairwise(sorted({0, ids.shape[1] // 2, ids.shape[1] - 1, ids.shape[1]})):
+        part = {"input_ids": ids[:, first:last], "use_cache": True}
+        part |= {} if mask is None else {"attention_mask": mask[:, :last]}
+        with torch.no_grad():
+            out = run_model(model, part | ({} if cache is None else {"past_key_values": cache}))
+        cache = out.past_key_values
+        logits.append(out.logits)
+    return [whole, torch.cat(logits, 1)]
 
 
 def relative_error(after: Tensor, before: Tensor) -> float:

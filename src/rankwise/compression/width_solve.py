@@ -57,12 +57,15 @@ def solve(job: Job) -> Solution:
     choose the widths again for a stricter tolerance.
     """
     found, skipped = job.found
-    collected = collect_statistics(job.model, found, job.batches, job.on_progress)
-    check_statistics(collected)
-    layers: list[Candidate] = []
-    for statistics in collected:
-        job.on_progress(f"measuring widths of {statistics.projections.name}", len(layers) / len(collected))
-        layers.append(_candidate(statistics, job))
+    if "layers" not in job.kept:
+        collected = collect_statistics(job.model, found, job.batches, job.on_progress)
+        check_statistics(collected)
+        job.kept["layers"] = []
+        for done, statistics in enumerate(collected):
+            job.on_progress(f"measuring widths of {statistics.projections.name}", done / len(collected))
+            job.kept["layers"].append(_candidate(statistics, job))
+    layers: list[Candidate] = job.kept["layers"]
+    collected = [layer.statistics for layer in layers]
     aim = job.tolerance
     for attempt in range(ATTEMPTS):
         widths = allocate_widths(

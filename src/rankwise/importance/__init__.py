@@ -5,7 +5,13 @@ from typing import TYPE_CHECKING
 from rankwise._internals import lazy_names
 
 if TYPE_CHECKING:
-    from rankwise.importance.ablation import AblationCost, ablation_cost, measure_importance, sort_by_cost
+    from rankwise.importance.ablation import (
+        AblationCost,
+        ablation_cost,
+        measure_importance,
+        passes_without_blocks,
+        sort_by_cost,
+    )
     from rankwise.importance.gated_passes import NotDifferentiableError
     from rankwise.importance.records import Importance
     from rankwise.importance.settings import LOSSES, ImportanceSettings
@@ -18,6 +24,7 @@ __all__ = [
     "NotDifferentiableError",
     "ablation_cost",
     "measure_importance",
+    "passes_without_blocks",
     "sort_by_cost",
 ]
 

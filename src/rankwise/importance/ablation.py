@@ -207,6 +207,23 @@ def ablation_cost(
     return AblationCost(passes.mean(losses), cost, relative, passes.standard_error())
 
 
+def passes_without_blocks(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    seed: int = 0,
+    on_progress: Progress = lambda step, done: None,
+) -> GatedPasses:
+    """Run a model on all batches, and return passes that run it again without blocks: ``without({}, names)``.
+
+    Each pass restarts at the first of its blocks, if this changes no loss.
+    """
+    settings = ImportanceSettings(exact=True, estimates=False, tolerance=None, seed=seed)
+    passes, placed = _start(model, list(each_batch(batches)), settings, {}, on_progress)
+    passes.whole(placed)
+    passes.check_restarts()
+    return passes
+
+
 def sort_by_cost(
     heads: Mapping[Address, HeadImportance], *, exact: bool, group: Group | None = None
 ) -> list[list[Address]]:

@@ -216,12 +216,14 @@ class Loss(ABC):
 
     def mean(self, model: nn.Module, batches: Iterable[Batch]) -> float:
         """Return the mean loss per label, in evaluation mode without gradients. NaN if no label counts."""
-        total = count = 0.0
-        with eval_mode(model), torch.no_grad():
-            for number, batch in enumerate(batches):
-                losses = self.read(*self._run(model, batch, number))
-                total, count = total + float(losses.total.sum()), count + float(losses.count.sum())
+        sums = [(float(x.total.sum()), float(x.count.sum())) for x in self.by_batch(model, batches)]
+        total, count = map(sum, zip(*sums, strict=True)) if sums else (0.0, 0.0)
         return total / count if count else math.nan
+
+    def by_batch(self, model: nn.Module, batches: Iterable[Batch]) -> "list[SequenceLosses]":
+        """Return the losses of each batch, in evaluation mode without gradients."""
+        with eval_mode(model), torch.no_grad():
+            return [self.read(*self._run(model, batch, number)) for number, batch in enumerate(batches)]
 
     def _run(
         self, model: nn.Module, batch: Batch, number: int, seed: int | None = 0

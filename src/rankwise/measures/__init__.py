@@ -7,8 +7,13 @@ default all tokens are real. Other shapes or dtypes raise `rankwise.errors.Shape
 
 All computations run in float64 and are batched over leading axes. A matrix or sequence with NaN or infinity
 has the result NaN, and does not affect the rest of the batch.
+
+`EffectiveRank` is a metric of torchmetrics for all embeddings of a data set; it is imported on first use.
 """
 
+from typing import Any
+
+from rankwise.errors import need_package
 from rankwise.measures import estimate, logits, rank, required_width, row_walk, rows, token_states
 from rankwise.measures.estimate import *
 from rankwise.measures.logits import *
@@ -27,3 +32,13 @@ __all__ += rows.__all__
 __all__ += logits.__all__
 __all__ += required_width.__all__
 __all__ += token_states.__all__
+
+
+def __getattr__(name: str) -> Any:
+    """Import `EffectiveRank` on first use, because torchmetrics is an optional package."""
+    if name != "EffectiveRank":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    need_package("torchmetrics", "`EffectiveRank`", "metrics")
+    from rankwise.measures.embedding_rank import EffectiveRank
+
+    return EffectiveRank

@@ -22,10 +22,10 @@ MeasureT = TypeVar("MeasureT", bound=Callable[..., Any])
 class RowStatistic(Protocol):
     """Statistic accumulated over blocks of rows of mixing matrices, such as a sum of row entropies."""
 
-    def __init__(self, operator: MixingOperator, scale: Float64[Tensor, "*batch 1 1"]) -> None: ...
+    def __init__(self, operator: MixingOperator) -> None: ...
 
-    def add(self, start: int, rows: Rows, scaled: Rows) -> None:
-        """Add a block of rows that begins at row ``start``; ``scaled`` is ``rows`` divided by the scale."""
+    def add(self, start: int, rows: Rows) -> None:
+        """Add a block of rows that begins at row ``start``."""
 
 
 class Measure(NamedTuple):

@@ -6,7 +6,6 @@ singular directions of P^½ S^½ are the best rank-r approximation (KQ-SVD, arXi
 projects on these directions. Audits and plans report the width r that is required.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import reduce
 
@@ -18,14 +17,13 @@ from rankwise._internals.linalg import float64_device
 from rankwise._internals.statistics import WIDTH_TOLERANCE
 from rankwise.errors import in_range
 from rankwise.measures.registry import all_finite
+from rankwise.measures.row_moments import RowMoments, float64_blocks
 from rankwise.operators import SoftmaxMixing
 
 __all__ = ["WIDTH_TOLERANCE", "LogitMoments", "logit_moments", "required_head_dim"]
 
 RIDGE = 1e-9
 """Ridge added to second moments, relative to their mean eigenvalue, so that inverse roots are finite."""
-STEP = 4096
-"""Number of tokens that are cast to float64 at once, to limit memory."""
 
 
 @dataclass(frozen=True)
@@ -127,31 +125,18 @@ def logit_moments(
         (torch.Size([2, 4, 3, 3]), torch.Size([2, 4, 3, 3]))
     """
     op = op.to(float64_device(op.device))
-    query = op.scale**2 * reduce(torch.add, (block.mT @ block for block in _blocks(op.query, rows)))
-    counted = _counted(op.key, columns)
-    total = reduce(torch.add, (block.sum(-2, keepdim=True) for block in _blocks(op.key, columns)))
+    rows, columns = (None if real is None else real[:, None] for real in (rows, columns))
+    queries = RowMoments.of(op.query, rows)
+    counted = op.key.new_full(op.key.shape[:-2], op.key.shape[-2], dtype=torch.float64)
+    if columns is not None:
+        counted = columns.sum(-1).to(counted).expand_as(counted)
+    total = reduce(torch.add, (block.sum(-2, keepdim=True) for block in float64_blocks(op.key, columns)))
     mean = total / counted.clamp(min=1)[..., None, None]
-    key = reduce(torch.add, (block.mT @ block for block in _blocks(op.key, columns, mean)))
+    key = reduce(torch.add, (block.mT @ block for block in float64_blocks(op.key, columns, mean)))
     if op.heads_per_group > 1:
         key = key.repeat_interleave(op.heads_per_group, -3)
         counted = counted.repeat_interleave(op.heads_per_group, -1)
-    return LogitMoments(query, key, _counted(op.query, rows), counted)
-
-
-def _blocks(vectors: Tensor, real: Tensor | None, mean: Tensor | float = 0.0) -> Iterator[Tensor]:
-    """Yield blocks of `STEP` tokens in float64, minus ``mean``; padding is set to 0."""
-    for start in range(0, vectors.shape[-2], STEP):
-        block = vectors[..., start : start + STEP, :].double() - mean
-        if real is not None:
-            block = block.masked_fill(~real[:, None, start : start + STEP, None].to(block.device), 0.0)
-        yield block
-
-
-def _counted(vectors: Tensor, real: Tensor | None) -> Tensor:
-    """Return the number of real tokens per sequence and head."""
-    if real is None:
-        return vectors.new_full(vectors.shape[:-2], vectors.shape[-2], dtype=torch.float64)
-    return real.sum(-1).to(vectors.device).double()[:, None].expand(vectors.shape[:-2])
+    return LogitMoments(op.scale**2 * queries.moments, key, queries.count, counted)
 
 
 def required_head_dim(

@@ -1,7 +1,8 @@
 """One pass over the rows of mixing matrices (operators), block by block, for all measures of rows.
 
 Each measure of rows declares which row statistics it reads. A measure is called with an operator, or with a
-`RowWalk`, which is one pass that fills the statistics of several measures. No whole matrix is formed.
+`RowWalk`, which is one pass that fills the statistics of several measures. No whole matrix is formed. Sums
+of entries stay within the range of float64 if the norm of a matrix is between 2^−900 and 2^900.
 """
 
 import math
@@ -22,9 +23,6 @@ BLOCK_BYTES = {"cpu": 2**21}
 """Bytes of float64 rows per block on a CPU, so that a block fits into the CPU cache."""
 DEVICE_BLOCK_BYTES = 2**28
 """Bytes of float64 rows per block on an accelerator."""
-FAR, FAR_SCALE = 2.0**900, 2.0**64
-"""A matrix with a norm above FAR is divided by FAR_SCALE, and a matrix with a norm below 1/FAR is multiplied
-by FAR_SCALE. Sums and means of entries then neither overflow nor underflow."""
 TINY = torch.finfo(torch.float64).tiny
 
 __all__ = ["compute_measures"]
@@ -33,27 +31,20 @@ Statistic = TypeVar("Statistic", bound=RowStatistic)
 
 
 class RowWalk:
-    """One pass over the rows of an operator, which fills row statistics of matrices divided by ``scale``."""
+    """One pass over the rows of an operator, which fills row statistics."""
 
-    def __init__(
-        self,
-        operator: MixingOperator,
-        statistics: Iterable[type[RowStatistic]],
-        scale: Float64[Tensor, "*batch 1 1"],
-    ) -> None:
-        self.scale, self.tokens = scale, operator.shape[-2]
-        self.statistics = [statistic(operator, scale) for statistic in statistics]
-        self.size = torch.zeros_like(scale[..., 0, 0])
-        """Frobenius norm ‖M‖_F of each matrix M, divided by ``scale``; NaN or infinity if M is not finite."""
+    def __init__(self, operator: MixingOperator, statistics: Iterable[type[RowStatistic]]) -> None:
+        self.tokens = operator.shape[-2]
+        self.statistics = [statistic(operator) for statistic in statistics]
+        self.size = zeros(operator)
+        """Frobenius norm ‖M‖_F of each matrix M; NaN or infinity if M is not finite."""
         self.largest_logit = torch.full_like(self.size, -math.inf)
         """Largest logit of each matrix; NaN if the operator has no logits, −∞ if masks hide all of them."""
-        plain = bool((scale == 1).all())
         for start, rows, logits in row_blocks(operator):
-            scaled = rows if plain else rows / scale
             self.largest_logit = torch.maximum(self.largest_logit, logits.amax(MATRIX))
-            self.size = torch.hypot(self.size, norm(scaled, MATRIX))
+            self.size = torch.hypot(self.size, norm(rows, MATRIX))
             for statistic in self.statistics:
-                statistic.add(start, rows, scaled)
+                statistic.add(start, rows)
 
     @property
     def finite(self) -> Bool[Tensor, "*batch"]:
@@ -100,30 +91,18 @@ def compute_measures(names: Iterable[str], op: Mixing) -> dict[str, Tensor]:
 
 
 def _measure_rows(names: list[str], operator: MixingOperator) -> dict[str, Tensor]:
-    statistics = {kind: None for name in names for kind in MEASURES[name].statistics}
-    walk = _walk(operator, statistics)
+    walk = RowWalk(operator, {kind: None for name in names for kind in MEASURES[name].statistics})
     return {name: MEASURES[name].function(walk) for name in names}
 
 
 def walk_rows(op: "Mixing | RowWalk", name: str) -> RowWalk:
     """Return a pass over the rows for the measure ``name``; return ``op`` itself if it is a `RowWalk`."""
-    return op if isinstance(op, RowWalk) else _walk(as_operator(op, f"`{name}`"), MEASURES[name].statistics)
+    return op if isinstance(op, RowWalk) else RowWalk(as_operator(op, f"`{name}`"), MEASURES[name].statistics)
 
 
-def _walk(operator: MixingOperator, statistics: Iterable[type[RowStatistic]]) -> RowWalk:
-    """Return a pass over the rows.
-
-    If sums of very large or very small entries may leave the range of float64, the pass is repeated with
-    scaled matrices.
-    """
-    batch = operator.shape[:-2]
-    scale = torch.ones(*batch, 1, 1, dtype=torch.float64, device=operator.device)
-    walk = RowWalk(operator, statistics, scale)
-    huge, tiny = ~(walk.size <= FAR), (walk.size > 0) & (walk.size < 1 / FAR)
-    if not bool((huge | tiny).any()):
-        return walk
-    scale = torch.ones_like(walk.size).masked_fill_(huge, FAR_SCALE).masked_fill_(tiny, 1 / FAR_SCALE)
-    return RowWalk(operator, statistics, scale[..., None, None])
+def zeros(operator: MixingOperator) -> Float64[Tensor, "*batch"]:
+    """Return zero in float64 for each matrix of an operator."""
+    return torch.zeros(operator.shape[:-2], dtype=torch.float64, device=operator.device)
 
 
 def row_blocks(operator: MixingOperator) -> Iterator[tuple[int, Rows, Tensor]]:
@@ -150,12 +129,11 @@ def row_shares(rows: Rows) -> Rows:
 class RowShares:
     """Entropy and column sums of the normalized rows |m_ij|/Σ_j|m_ij|, and the number of nonzero rows."""
 
-    def __init__(self, operator: MixingOperator, scale: Float64[Tensor, "*batch 1 1"]) -> None:
-        self.entropy = torch.zeros_like(scale[..., 0, 0])
-        self.nonzero_rows = torch.zeros_like(self.entropy)
-        self.mass = scale.new_zeros(*operator.shape[:-2], operator.shape[-1])
+    def __init__(self, operator: MixingOperator) -> None:
+        self.entropy = self.nonzero_rows = zeros(operator)
+        self.mass = self.entropy.new_zeros(*operator.shape[:-2], operator.shape[-1])
 
-    def add(self, start: int, rows: Rows, scaled: Rows) -> None:
+    def add(self, start: int, rows: Rows) -> None:
         """Add the entropies, column sums and number of nonzero rows of a block."""
         shares = row_shares(rows)
         # 0 log 0 = 0; a product with the logarithm takes half of the time of `torch.special.entr`
@@ -172,21 +150,21 @@ class DistanceToMeanRow:
     parallel variance algorithms (Chan, Golub and LeVeque 1983).
     """
 
-    def __init__(self, operator: MixingOperator, scale: Float64[Tensor, "*batch 1 1"]) -> None:
-        self.distance = torch.zeros_like(scale[..., 0, 0])
-        self.first = self.mean = scale.new_zeros(*operator.shape[:-2], 1, operator.shape[-1])
+    def __init__(self, operator: MixingOperator) -> None:
+        self.distance = zeros(operator)
+        self.first = self.mean = self.distance.new_zeros(*operator.shape[:-2], 1, operator.shape[-1])
         self.rows = 0
 
-    def add(self, start: int, rows: Rows, scaled: Rows) -> None:
+    def add(self, start: int, rows: Rows) -> None:
         """Combine the distance and the mean of a block with the results of earlier blocks."""
-        self.first = self.first if self.rows else scaled[..., :1, :].clone()
-        mean, count = scaled.mean(-2, keepdim=True), scaled.shape[-2]
-        whole = _energy(scaled)
+        self.first = self.first if self.rows else rows[..., :1, :].clone()
+        mean, count = rows.mean(-2, keepdim=True), rows.shape[-2]
+        whole = _energy(rows)
         square = whole - count * _energy(mean)
-        plain = no_cancellation(square, 2 * whole, math.prod(scaled.shape[-2:]))
+        plain = no_cancellation(square, 2 * whole, math.prod(rows.shape[-2:]))
         within, mean = square.where(plain, 1.0).sqrt(), mean - self.first
         if not bool(plain.all()):
-            shifted = scaled - self.first
+            shifted = rows - self.first
             center = shifted.mean(-2, keepdim=True)
             within = torch.where(plain, within, norm(shifted - center, MATRIX))
             mean = torch.where(plain[..., None, None], mean, center)
@@ -203,33 +181,32 @@ class DistanceToIdentity:
     The squared distance is ‖M‖² − 2 tr M + T. Where this cancels, the identity is subtracted first.
     """
 
-    def __init__(self, operator: MixingOperator, scale: Float64[Tensor, "*batch 1 1"]) -> None:
+    def __init__(self, operator: MixingOperator) -> None:
         tokens, sources = operator.shape[-2:]
-        self.one = 1 / scale[..., 0]
-        self.distance = torch.full_like(self.one[..., 0], 0.0 if tokens == sources else math.nan)
+        self.distance = zeros(operator) if tokens == sources else torch.full_like(zeros(operator), math.nan)
 
-    def add(self, start: int, rows: Rows, scaled: Rows) -> None:
+    def add(self, start: int, rows: Rows) -> None:
         """Combine the distance of a block from rows of the identity with the distance so far."""
-        trace = scaled.diagonal(offset=start, dim1=-2, dim2=-1).sum(-1) * self.one[..., 0]
-        whole = _energy(scaled) + scaled.shape[-2] * self.one[..., 0].square()
+        trace = rows.diagonal(offset=start, dim1=-2, dim2=-1).sum(-1)
+        whole = _energy(rows) + rows.shape[-2]
         square = whole - 2 * trace
-        plain = no_cancellation(square, 2 * whole, math.prod(scaled.shape[-2:]))
+        plain = no_cancellation(square, 2 * whole, math.prod(rows.shape[-2:]))
         distance = square.where(plain, 1.0).sqrt()
         if not bool(plain.all()):
-            difference = scaled.clone()
-            difference.diagonal(offset=start, dim1=-2, dim2=-1).sub_(self.one)
+            difference = rows.clone()
+            difference.diagonal(offset=start, dim1=-2, dim2=-1).sub_(1)
             distance = torch.where(plain, distance, norm(difference, MATRIX))
         self.distance = torch.hypot(self.distance, distance)
 
 
 class PairwiseDistances:
-    """Distance ‖A − B‖_F of each pair of heads A and B, divided by the larger of their scales.
+    """Distance ‖A − B‖_F of each pair of heads A and B.
 
     The squared distance is ‖A‖² + ‖B‖² − 2⟨A, B⟩, from one matrix product for all pairs. Its rounding error
     would hide the small distances of redundant heads, so where it cancels, differences are summed directly.
     """
 
-    def __init__(self, operator: MixingOperator, scale: Float64[Tensor, "*batch 1 1"]) -> None:
+    def __init__(self, operator: MixingOperator) -> None:
         if len(operator.shape) < 3:
             raise ShapeError(
                 "`head_distance`",
@@ -237,24 +214,22 @@ class PairwiseDistances:
                 got=str(tuple(operator.shape)),
                 fix="Stack the heads of a layer on the axis before T.",
             )
-        self.scale = torch.maximum(scale[..., 0], scale[..., 0].mT)
-        self.plain = bool((self.scale == 1).all())
-        self.distance = torch.zeros_like(self.scale)
+        *batch, heads = operator.shape[:-2]
+        self.distance = torch.zeros(*batch, heads, heads, dtype=torch.float64, device=operator.device)
 
-    def add(self, start: int, rows: Rows, scaled: Rows) -> None:
+    def add(self, start: int, rows: Rows) -> None:
         """Add the squared differences over a block of rows to the distance of each pair of heads."""
         heads = rows.flatten(-2)
         products = heads @ heads.mT
         energy = products.diagonal(dim1=-2, dim2=-1)
         whole = energy[..., None] + energy[..., None, :]
         square = whole - 2 * products
-        plain = no_cancellation(square, 2 * whole, heads.shape[-1]) & (self.scale == 1)
+        plain = no_cancellation(square, 2 * whole, heads.shape[-1])
         distance = square.where(plain, 1.0).sqrt()
         pairs = (~plain).triu(1).reshape(-1, *plain.shape[-2:]).any(0)
         for head in pairs.any(-1).nonzero()[:, 0].tolist():
             others = pairs[head].nonzero()[:, 0]
-            scale = self.scale[..., head, others, None, None]
-            difference = rows[..., others, :, :] / scale - rows[..., head : head + 1, :, :] / scale
+            difference = rows[..., others, :, :] - rows[..., head : head + 1, :, :]
             direct = norm(difference, MATRIX)
             distance[..., head, others] = direct.where(~plain[..., head, others], distance[..., head, others])
         self.distance = torch.hypot(self.distance, distance.triu(1))

@@ -141,7 +141,7 @@ def identity_distance(op: Mixing | RowWalk) -> Float64[Tensor, "*batch"]:
     """
     walk = walk_rows(op, "identity_distance")
     distance = walk.get(DistanceToIdentity).distance
-    both = torch.hypot(walk.size, math.sqrt(walk.tokens) / walk.scale[..., 0, 0])
+    both = torch.hypot(walk.size, torch.full_like(walk.size, math.sqrt(walk.tokens)))
     return walk.finite_only(distance / both)
 
 
@@ -165,6 +165,6 @@ def head_distance(
     """
     walk = walk_rows(op, "head_distance")
     pairs = walk.get(PairwiseDistances)
-    size = walk.size[..., None] * (walk.scale[..., 0] / pairs.scale)
-    distance = ratio(pairs.distance + pairs.distance.mT, torch.hypot(size, size.mT))
+    size = torch.hypot(walk.size[..., :, None], walk.size[..., None, :])
+    distance = ratio(pairs.distance + pairs.distance.mT, size)
     return distance.masked_fill(~(walk.finite[..., :, None] & walk.finite[..., None, :]), math.nan)

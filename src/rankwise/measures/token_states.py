@@ -305,9 +305,14 @@ def effective_rank_without_massive(
         >>> [round(rank(states).item(), 1) for rank in (state_effective_rank, effective_rank_without_massive)]
         [1.0, 8.0]
     """
-    norms, median, _ = _norms(tokens, mask, "`effective_rank_without_massive`")
+    return state_effective_rank(tokens, without_massive(tokens, mask))
+
+
+def without_massive(tokens: Shaped[Tensor, "B T D"], mask: TokenMask | None = None) -> TokenMask:
+    """Return True for real tokens that are not massive; see `massive_tokens`."""
+    norms, median, _ = _norms(tokens, mask, "`without_massive`")
     real = torch.ones_like(norms, dtype=torch.bool) if mask is None else mask.to(norms.device)
-    return state_effective_rank(tokens, real & ~(norms > MASSIVE * median))
+    return real & ~(norms > MASSIVE * median)
 
 
 def relative_update(before: Tokens, after: Tokens, mask: TokenMask | None = None) -> Float64[Tensor, " B"]:

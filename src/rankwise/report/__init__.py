@@ -5,16 +5,16 @@ from typing import TYPE_CHECKING
 from rankwise._internals import lazy_names
 
 if TYPE_CHECKING:
+    from rankwise.report.arrays import head_tensor, plot_measure
     from rankwise.report.console import document_text, print_document
-    from rankwise.report.notebook import plot_depth, plot_heads
     from rankwise.report.page import document_of, notebook_html, write_page
 
 __all__ = [
     "document_of",
     "document_text",
+    "head_tensor",
     "notebook_html",
-    "plot_depth",
-    "plot_heads",
+    "plot_measure",
     "print_document",
     "write_page",
 ]

@@ -1,11 +1,21 @@
 """Build the report on a compression."""
 
 import math
+from collections.abc import Callable
+from typing import Literal
 
 from rankwise._internals.records import MISSING, format_number
 from rankwise._internals.statistics import mean
 from rankwise.auditing.records import Verdict
-from rankwise.compression.records import Compression, HeadWidth
+from rankwise.compression.records import (
+    PAYS_COST,
+    PAYS_SIZE,
+    Compression,
+    HeadWidth,
+    Preview,
+    PreviewRow,
+    WindowCost,
+)
 from rankwise.report.document import Document, Section, Table, nonempty
 from rankwise.report.format import model_name
 
@@ -15,7 +25,7 @@ def compression_document(record: Compression) -> Document:
     removed = [head for head in record.heads if head.part == "heads"]
     narrowed = [head for head in record.heads if head.part != "heads"]
     left_out = [[site, reason] for site, reason in record.left_out.items()]
-    left = Table("Unchanged", ["attention layer", "why"], left_out)
+    left = Table("Unchanged", ["layer", "why"], left_out)
     return Document(
         command="Rankwise compress",
         heading=model_name(record.model),
@@ -23,8 +33,14 @@ def compression_document(record: Compression) -> Document:
         f"{record.tokens:,} tokens",
         verdict=Verdict(sentence=_headline(record, removed, narrowed)),
         sections=nonempty(
-            Section("costs", "Costs and savings", tables=[_costs(record), _savings(record)]),
-            Section("layers", "Layers", tables=[_merged(record), _latents(record), _layers(record), left]),
+            Section(
+                "costs", "Costs and savings", tables=[_costs(record), _savings(record), _quantized(record)]
+            ),
+            Section(
+                "layers",
+                "Layers",
+                tables=[_blocks(record), _merged(record), _latents(record), _layers(record), left],
+            ),
             Section("next", "Load the model", code=record.about.get("load", "")),
         ),
         notes=record.notes,
@@ -34,6 +50,9 @@ def compression_document(record: Compression) -> Document:
 
 def _headline(record: Compression, removed: list[HeadWidth], narrowed: list[HeadWidth]) -> str:
     words = []
+    if record.blocks:
+        count = sum(block.step > 0 for block in record.blocks)
+        words.append(f"{count} of {len(record.blocks)} blocks removed")
     if removed:
         words.append(f"{sum(not head.width for head in removed)} of {len(removed)} heads removed")
     if record.merged:
@@ -51,46 +70,58 @@ def _headline(record: Compression, removed: list[HeadWidth], narrowed: list[Head
         latents = f"latents of {rank:.0f} channels on average, instead of {channels:.0f}"
         words.append(f"keys and values are computed from {latents}")
     done = "; ".join(words)
-    cost = f"relative error of the output {format_number(record.output_error, 4)}"
-    if math.isfinite(record.loss_before):
-        before, after = record.loss_before, record.loss_after
-        comparable = before != 0 and math.isfinite(after)
-        change = f" ({(after - before) / abs(before):+.2%})" if comparable else ""
-        cost = f"loss {format_number(before, 4)} → {format_number(after, 4)}{change}"
+    worst = record.worst
+    cost = f"relative error of the output {format_number(worst.output_error, 4)}"
+    if math.isfinite(worst.loss_before):
+        added = f"{worst.loss_added:+.4f}" if math.isfinite(worst.loss_added) else MISSING
+        spread = f" ± {worst.spread:.4f}" if math.isfinite(worst.spread) else ""
+        losses = (format_number(loss, 4) for loss in (worst.loss_before, record.loss_after))
+        cost = f"loss {' → '.join(losses)} ({added}{spread})"
     elif math.isfinite(record.attention_kl):
         cost = f"attention KL {format_number(record.attention_kl, 4)} nats"
     sizes = [("parameters", record.parameters_before, record.parameters_after)]
     if record.latents or record.merged:
-        sizes.append(("bytes of cache", record.cache_bytes_before, record.cache_bytes_after))
+        tokens = f"bytes of cache at {record.kept_cache.tokens:,} tokens"
+        sizes.append((tokens, record.cache_bytes_before, record.cache_bytes_after))
     saving = "".join(
         f", {abs(1 - after / before):.1%} {'fewer' if after <= before else 'more'} {noun}"
         for noun, before, after in sizes
         if before
     )
-    return f"{done[:1].upper()}{done[1:]}: {cost} on {record.measured_on}{saving}."
+    where = f"{record.measured_on} of {worst.tokens:,} tokens" if worst.tokens else record.measured_on
+    return f"{done[:1].upper()}{done[1:]}: {cost} on {where}{saving}."
 
 
 def _costs(record: Compression) -> Table:
-    measured = {
-        "attention KL, nats": record.attention_kl,
-        "KL of the outputs, nats": record.output_kl,
-        "relative error of the output, ‖y′ − y‖/‖y‖": record.output_error,
+    columns: dict[str, Callable[[WindowCost], str]] = {
+        "tokens": lambda cost: f"{cost.tokens:,}",
+        "windows": lambda cost: f"{cost.windows:,}",
+        "loss": lambda cost: format_number(cost.loss_before, 4),
+        "loss added": lambda cost: format_number(cost.loss_added, 4),
+        "±": lambda cost: format_number(cost.spread, 4),
+        "KL of outputs": lambda cost: format_number(cost.output_kl, 4),
+        "error of outputs": lambda cost: format_number(cost.output_error, 4),
+        "of first token": lambda cost: format_number(cost.first_error, 4),
+        "of others": lambda cost: format_number(cost.other_error, 4),
     }
-    rows = [[name, "0", format_number(cost, 4)] for name, cost in measured.items() if math.isfinite(cost)]
-    if math.isfinite(record.loss_before):
-        losses = record.loss_before, record.loss_after
-        rows.append(["loss", *(format_number(loss, 4) for loss in losses)])
+    rows = [[cell(cost) for cell in columns.values()] for cost in record.costs]
+    told = [number for number in range(len(columns)) if any(row[number] != MISSING for row in rows)]
     note = (
-        f"Measured on {record.measured_on}. Attention KL is KL(M‖M′) with M of the original, mean over rows, "
-        "heads and layers, each layer with the inputs of the original."
+        f"Measured on {record.measured_on}, by length of windows. ±: standard error over windows. KL: nats "
+        "per token. Error: ‖y′ − y‖/‖y‖."
     )
-    return Table("Costs", ["", "before", "after"], rows, note=note)
+    if math.isfinite(record.attention_kl):
+        note += (
+            f" Attention KL: {format_number(record.attention_kl, 4)} nats, KL(M‖M′) with M of the original, "
+            "mean over rows, heads and layers, each layer with the inputs of the original."
+        )
+    rows = [[row[number] for number in told] for row in rows]
+    return Table("Costs", [[*columns][number] for number in told], rows, note=note)
 
 
 def _savings(record: Compression) -> Table:
     sizes = [("parameters", record.parameters_before, record.parameters_after)]
-    if record.cache_bytes_before:
-        sizes.append(("cache, bytes per token", record.cache_bytes_before, record.cache_bytes_after))
+    sizes += [(f"bytes of cache, {size.tokens:,} tokens", size.before, size.after) for size in record.cache]
     rows = [
         [name, f"{before:,}", f"{after:,}", f"{after / before:.3f}" if before else MISSING]
         for name, before, after in sizes
@@ -100,6 +131,113 @@ def _savings(record: Compression) -> Table:
         numbers = (format_number(number, 2) for number in (before, after, after / before))
         rows.append([f"{record.timed}, ms", *numbers])
     return Table("Savings", ["", "before", "after", "after/before"], rows)
+
+
+def _blocks(record: Compression) -> Table:
+    rows = [
+        [x.site, format_number(x.cost, 4), str(x.step or MISSING), format_number(x.joint_cost, 4)]
+        for x in record.blocks
+    ]
+    note = "Increase of the loss on the calibration data, in the unit of the loss."
+    return Table("Blocks", ["block", "cost alone", "removed in step", "joint cost so far"], rows, note=note)
+
+
+def _quantized(record: Compression) -> Table:
+    size = record.kept_cache
+    rows = [PreviewRow(part="kv", cost=record.worst, cache_bytes=size.after), *record.quantized]
+    cells = [_cells(row, size.before)[:-1] for row in rows if record.quantized and not row.refused]
+    return Table("Next to quantized caches", _columns(size.tokens)[:-1], cells)
+
+
+def _columns(tokens: int) -> list[str]:
+    return [
+        "way",
+        "loss added",
+        "±",
+        "at tokens",
+        f"bytes of cache, {tokens:,} tokens",
+        "share",
+        "parameters",
+    ]
+
+
+def _cells(row: PreviewRow, cache: int) -> list[str]:
+    cost = row.cost
+    added = cost.loss_added if math.isfinite(cost.loss_before) else cost.output_error
+    share = format_number(row.cache_bytes / cache if cache else math.nan, 3)
+    costs = [format_number(number, 4) for number in (added, cost.spread)]
+    return [way_name(row), *costs, f"{cost.tokens:,}", f"{row.cache_bytes:,}", share, f"{row.parameters:,}"]
+
+
+def way_name(row: PreviewRow) -> str:
+    """Return the words for a way to make a model smaller."""
+    if not row.part:
+        return f"{row.bits}-bit keys and values"
+    part = f"uniform {row.part}" if row.uniform else row.part
+    keep = f"{part}, keep {row.keep:g}" if math.isfinite(row.keep) else part
+    return f"{keep}, latents in {row.bits} bits" if row.bits else keep
+
+
+PURPOSES: dict[Literal["memory", "size", "speed"], str] = {
+    "memory": "For memory", "size": "For fewer parameters", "speed": "For speed"
+}  # fmt: skip
+
+
+def preview_document(record: Preview, command: str = "") -> Document:
+    """Return the report on a preview: first what it recommends, then all ways, and the commands to follow.
+
+    `command` is the command that compresses the model, to which a part and its share are added.
+    """
+    chosen = {purpose: record.recommended(purpose) for purpose in PURPOSES}
+    sizes: dict[str, Callable[[PreviewRow], str]] = {
+        "memory": lambda row: f"{row.cache_bytes / record.cache_bytes:.0%} of the cache",
+        "size": lambda row: f"{row.parameters / record.parameters:.0%} of the parameters",
+        "speed": lambda row: f"{row.time:.0%} of the time",
+    }
+    said = [
+        f"{PURPOSES[purpose]}: {way_name(row)} ({sizes[purpose](row)}, {row.relative_cost:+.2%} loss)."
+        for purpose, row in chosen.items()
+        if row
+    ]
+    none = [words.lower() for purpose, words in PURPOSES.items() if not chosen[purpose]]
+    if not said:
+        said = [
+            f"Nothing pays: no way adds at most {PAYS_COST:.0%} to the loss and saves {1 - PAYS_SIZE:.0%}."
+        ]
+    elif none:
+        said.append(f"Nothing pays {' or '.join(none)}.")
+    code = []
+    for row in {way_name(row): row for row in chosen.values() if row}.values():
+        options = f'{{"backend": "hqq", "nbits": {row.bits}}}'
+        quantized = f'model.generate(ids, cache_implementation="quantized", cache_config={options})'
+        compressed = f"{command} --parts {row.part} --keep {row.keep:g}" + " --uniform" * row.uniform
+        code.append(compressed if row.part else quantized)
+    same = PreviewRow(part="unchanged", parameters=record.parameters, cache_bytes=record.cache_bytes)
+    cells = [
+        [*_cells(row, record.cache_bytes), format_number(row.time, 2)]
+        for row in [same, *record.rows]
+        if not row.refused
+    ]
+    refused = [[way_name(row), row.refused] for row in record.rows if row.refused]
+    note = (
+        f"Measured on {record.measured_on}; the largest cost over lengths. Quantized numbers are simulated: "
+        "groups of 64 share a scale and a zero, which count as bytes. Time: of a decoding step, or of a pass."
+    )
+    tables = [
+        Table("Ways", [*_columns(record.cache_tokens), "time"], cells, note=note),
+        Table("Refused", ["way", "why"], refused),
+    ]
+    return Document(
+        command="Rankwise compress --preview",
+        heading=model_name(record.model),
+        setting="The model is unchanged.",
+        verdict=Verdict(sentence=" ".join(said)),
+        sections=nonempty(
+            Section("ways", "Ways", tables=tables), Section("next", "Follow it", code="\n".join(code))
+        ),
+        notes=[],
+        origin=[],
+    )
 
 
 def _merged(record: Compression) -> Table:

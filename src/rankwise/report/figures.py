@@ -1,4 +1,4 @@
-"""Draw figures as Plotly dictionaries without colors. Pages and notebooks add the colors."""
+"""Draw figures as Plotly dictionaries without colors. Pages add the colors."""
 
 import html
 import math

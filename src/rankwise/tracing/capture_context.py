@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -65,7 +65,8 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         sites: functions by module name, for mixers that are not found. A function gets (module, args, kwargs,
             output) of a call, and returns the operator of shape (B, H, T, S).
         blocks: pattern of the names of the residual blocks (``"decoder.layers.*"``), if they are not found.
-        values: also keep the values V and the product M V of each operator.
+        values: True to keep also the values V and the product M V of each operator, "attention" to keep only
+            the values of attention.
         intervention: object that replaces outputs of heads and blocks. The model's outputs then change, and
             PyTorch's own layers do not use their inference fast path.
 
@@ -94,7 +95,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         on_state: Callable[[CapturedState], None] | None = None,
         sites: Mapping[str, OperatorFunction] | None = None,
         blocks: str | None = None,
-        values: bool = False,
+        values: bool | Literal["attention"] = False,
         intervention: Intervention | None = None,
     ) -> None:
         model_checks.check_capturable(model)
@@ -133,7 +134,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         self._substitution = Substitution(self._intervention, self._calls, self._call_counter)
         modules = dict(self._model.named_modules())
         readers = {name: reader for name, module in modules.items() if (reader := reader_of(module))}
-        self._readers = RunningReaders(readers, self._calls, self._sightings, self._values)
+        self._readers = RunningReaders(readers, self._calls, self._sightings, self._values is True)
         self._mixer_like = {name for name, module in modules.items() if looks_like_mixer(module)} - {""}
         self._mixer_like |= set(readers)
         self._stacks = BlockStacks(self._emit, self._note)

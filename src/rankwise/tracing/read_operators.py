@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool
@@ -198,9 +198,16 @@ def _are_channels(mixed: SoftmaxProduct, calls: Sequence[ModuleCall]) -> bool:
 
 
 def captured_mixer(
-    mixing: MixingCall, calls: Sequence[ModuleCall], forward_pass: int, values: bool, call_id: CallId
+    mixing: MixingCall,
+    calls: Sequence[ModuleCall],
+    forward_pass: int,
+    values: bool | Literal["attention"],
+    call_id: CallId,
 ) -> CapturedMixer:
-    """Return the `CapturedMixer` of a call, without stack and layer. ``values`` adds copies of V and M V."""
+    """Return the `CapturedMixer` of a call, without stack and layer.
+
+    ``values`` adds copies of V and M V, or of V alone if it is "attention".
+    """
     operator = mixing.operator
     with without_torch_function(), torch.no_grad():
         cross = is_cross(calls, operator) if mixing.cross is None else mixing.cross
@@ -227,8 +234,8 @@ def captured_mixer(
             window_of=calls[-1].serial if window else None,
             call_id=call_id,
             values=snapshot(mixing.values) if values and mixing.values is not None else None,
-            output=snapshot(mixing.output) if values and mixing.output is not None else None,
-            apply_output=mixing.apply_output if values else None,
+            output=snapshot(mixing.output) if values is True and mixing.output is not None else None,
+            apply_output=mixing.apply_output if values is True else None,
             projection=mixing.projection,
         )
 
