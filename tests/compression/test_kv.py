@@ -1,6 +1,7 @@
 """The part `kv`: laws of the factors, and decoders with caches of latents."""
 
 import copy
+import random
 import re
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,10 @@ from tests.unchecked import unchecked
 
 import rankwise as rw
 from rankwise.cli.load_model import demo_model, demo_text
+from rankwise.compression import kv_modules
 from rankwise.compression.kv_find import find_cached_layers, full_latents
 from rankwise.compression.kv_modules import (
+    KEPT_BYTES,
     LatentCache,
     LatentProjection,
     LatentState,
@@ -134,6 +137,16 @@ def test_the_order_of_sequences_and_padding_do_not_change_moments() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
     scale = float(one.gradients.abs().max())  # the same draws: padding comes after all tokens
     assert torch.allclose(other.gradients, one.gradients, rtol=1e-3, atol=1e-4 * scale)
+
+
+def latent_model(make: Make, kept: int) -> Any:
+    """Model with latents whose caches keep at most this many bytes of keys per layer."""
+    model = make()
+    rw.compress(model, [ids(8, 30)], keep=0.4, **QUICK)
+    for module in model.modules():
+        if isinstance(module, LatentProjection):
+            module.state.kept_bytes = kept
+    return model
 
 
 # --- models ---------------------------------------------------------------------------------------------
@@ -259,6 +272,132 @@ def test_a_cache_of_latents_is_cropped_and_its_first_update_returns_its_input() 
         assert torch.allclose(again, whole[:, 7:], rtol=0, atol=1e-4 * float(whole.abs().max()))
 
 
+@pytest.mark.parametrize("kept", [0, 700, KEPT_BYTES])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3"])
+def test_any_history_of_a_cache_leads_to_the_outputs_without_a_cache(family: str, kept: int) -> None:
+    """Caches are continued by one token or several, cropped, reordered, repeated and copied, in each mode."""
+    model, chance = latent_model(CACHED[family], kept), random.Random(kept)
+    caches: list[tuple[torch.Tensor, Any]] = [(torch.empty(2, 0, dtype=torch.long), None)]
+    modes = torch.no_grad, torch.inference_mode if kept else torch.enable_grad
+    for step in range(25):
+        text, cache = chance.choice(caches[-3:])
+        change = chance.choice(["none", "none", "crop", "reorder", "repeat", "deep copy", "copy"])
+        if cache is not None and cache.get_seq_length() > 3:
+            if change in ("deep copy", "copy", "repeat"):
+                layers = [copy.copy(layer) for layer in cache.layers]
+                cache = copy.deepcopy(cache) if change == "deep copy" else copy.copy(cache)
+                cache.layers = cache.layers if change == "deep copy" else layers
+            with torch.inference_mode():
+                if change == "crop":
+                    cache.crop(-2)
+                    caches = [entry for entry in caches if entry[1] is not cache]
+                    text = text[:, :-2]
+                elif change == "reorder":
+                    cache.reorder_cache(torch.tensor([1, 0, *range(2, len(text))]))
+                    caches = [entry for entry in caches if entry[1] is not cache]
+                    text = text[[1, 0, *range(2, len(text))]]
+                elif change == "repeat" and len(text) < 4:
+                    cache.batch_repeat_interleave(2)
+                    text = text.repeat_interleave(2, 0)
+        count = chance.choice([1, 1, 1, 3, 7])
+        if text.shape[1] + count > 60:
+            continue
+        new = ids(len(text), count, seed=step)["input_ids"]
+        caches = [entry for entry in caches if entry[1] is not cache]
+        with chance.choice(modes)():
+            out = model(new, past_key_values=cache, use_cache=True)
+        caches.append((torch.cat([text, new], 1), out.past_key_values))
+        whole = output(model, {"input_ids": caches[-1][0]})
+        error = (out.logits.detach() - whole[:, -count:]).abs().max()
+        assert float(error) < 1e-4 * float(whole.abs().max()), (step, change, count)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "neox"])
+def test_long_texts_are_decoded_in_blocks(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_modules, "BLOCK", 1)  # 32 tokens
+    model = latent_model(CACHED[family], kept=700)
+    text = ids(2, 60)
+    whole, sizes = output(model, text), []
+    right = LatentState.decode_keys
+
+    def counted(self: LatentState, latent: torch.Tensor, positions: Any) -> torch.Tensor:
+        sizes.append(latent.shape[1])
+        return right(self, latent, positions)
+
+    monkeypatch.setattr(LatentState, "decode_keys", counted)
+    torch.testing.assert_close(in_steps(model, text)[0], whole, rtol=0, atol=1e-4 * float(whole.abs().max()))
+    if family == "gpt2":  # queries read latents in place of keys
+        assert not sizes
+    else:
+        assert max(sizes) == 32
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
+def test_attention_that_reads_keys_itself_gets_them(family: str) -> None:
+    """Attention by hand, captures and gradients through a cache agree with a pass without a cache."""
+    model, batch = latent_model(CACHED[family], kept=700), ids(2, 12)
+    whole, (stepped, cache) = output(model, batch), in_steps(model, batch)
+    close = {"rtol": 0, "atol": 1e-4 * float(whole.abs().max())}
+    cache.crop(-1)
+    last = {"input_ids": batch["input_ids"][:, -1:], "past_key_values": cache}
+    with rw.capture(model) as every:
+        model(**batch)
+    with rw.capture(model) as trace:
+        model(**last)
+    for read, full in zip(trace.mixers, every.mixers, strict=True):
+        torch.testing.assert_close(read.operator.dense(), full.operator.dense()[..., -1:, :])
+    model.set_attn_implementation("eager")
+    torch.testing.assert_close(in_steps(model, batch)[0], stepped, **close)
+    model.set_attn_implementation("sdpa")
+    grads = []
+    for cached in (False, True):
+        model.zero_grad()
+        if cached:
+            cache = model(batch["input_ids"][:, :8], use_cache=True).past_key_values
+            for at in (8, 9):
+                out = model(batch["input_ids"][:, at : at + 1], past_key_values=cache, use_cache=True)
+        else:
+            out = model(batch["input_ids"][:, :10])
+        out.logits[:, -1].square().sum().backward()
+        grads.append(
+            {name: own.grad.clone() for name, own in model.named_parameters() if own.grad is not None}
+        )
+    for name, grad in grads[0].items():
+        torch.testing.assert_close(grads[1][name], grad, rtol=1e-3, atol=1e-4 * float(grad.abs().max()))
+
+
+def test_a_cache_holds_latents_and_no_other_memory() -> None:
+    for kept in (0, 512):
+        model = latent_model(llama, kept)
+        with torch.no_grad():
+            cache = model(**ids(2, 48), use_cache=True).past_key_values
+            model(ids(2, 1)["input_ids"], past_key_values=cache, use_cache=True)
+        for layer in cache.layers:
+            tensors = {id(own.untyped_storage()): own for own in vars(layer).values() if torch.is_tensor(own)}
+            held = sum({own.data_ptr(): own.untyped_storage().nbytes() for own in tensors.values()}.values())
+            assert held <= layer.keys.nbytes * 17 / 16 + layer.values.nbytes + kept * 17 / 16 + 256
+
+
+def test_masked_tokens_may_have_negative_positions() -> None:
+    model, batch = latent_model(llama, kept=0), ids(2, 12)
+    batch["attention_mask"] = (torch.arange(12) >= torch.tensor([[3], [0]])).long()
+    batch["position_ids"] = batch["attention_mask"].cumsum(-1) - 1
+    real = batch["attention_mask"].bool()
+    whole = output(model, batch)
+    torch.testing.assert_close(in_steps(model, batch)[0][real], whole[real], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("implementation", ["static", "dynamic"])
+def test_generation_with_any_cache_is_that_without(implementation: str) -> None:
+    for kept in (0, KEPT_BYTES):
+        model = latent_model(llama, kept)
+        options: Any = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+        for beams in (1, 3) if implementation == "dynamic" else (1,):
+            options["num_beams"] = beams
+            cached = model.generate(**ids(2, 12), cache_implementation=implementation, **options)
+            assert torch.equal(cached, model.generate(**ids(2, 12), use_cache=False, **options))
+
+
 def test_the_latent_is_computed_once_per_call_and_dropped_after_it() -> None:
     model, batch = llama(), ids(2, 12)
     rw.compress(model, [ids(8, 30)], keep=0.4, **QUICK)
@@ -299,9 +438,21 @@ def test_low_rank_adapters_train_and_merge() -> None:
     assert torch.allclose(output(adapted.merge_and_unload(), batch), whole, **close)
 
 
-def test_it_compiles() -> None:
-    model = llama()
-    rw.compress(model, [ids(8, 30)], keep=0.4, **QUICK)
+def test_an_adapter_of_a_replaced_layer_is_refused_with_the_names_to_use() -> None:
+    peft = pytest.importorskip("peft")
+    for keep, names in (({"kv": 0.4}, ["q_proj"]), ({"width": 0.5, "kv": 0.4}, ["q_proj.narrow"])):
+        model = llama()
+        rw.compress(model, [ids(8, 30)], keep=keep)
+        with pytest.raises(ValueError, match="replace its name by 'down', 'up'") as error:
+            peft.get_peft_model(model, peft.LoraConfig(target_modules=["k_proj"]))
+        assert "\n" not in str(error.value)
+        adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["o_proj", "down", "up", *names]))
+        assert torch.allclose(in_steps(adapted, ids(2, 12))[0], output(adapted, ids(2, 12)), atol=1e-4)
+
+
+@pytest.mark.parametrize("kept", [0, 700, KEPT_BYTES])
+def test_it_compiles(kept: int) -> None:
+    model = latent_model(llama, kept)
     whole = model(**ids(2, 12)).logits
     with unchecked():
         stepped, cache = in_steps(torch.compile(model, backend="eager"), ids(2, 12))

@@ -46,6 +46,15 @@ def test_without_torch_function() -> None:
         assert mode.count == before, "torch._C.DisableTorchFunction no longer hides functions from modes"
 
 
+def test_in_function_mode() -> None:
+    assert not torch_private.in_function_mode()
+    with Seen(), torch.no_grad():
+        assert torch_private.in_function_mode(), "an active function mode is not seen"
+        with torch_private.without_torch_function():
+            torch.ones(2).exp()
+    assert not torch_private.in_function_mode()
+
+
 def test_pop_mode_and_push_mode() -> None:
     """Of three modes, the middle one is removed and returns to its place."""
     with Seen() as below, Seen() as mode, Seen() as above:

@@ -29,6 +29,11 @@ def without_torch_function() -> AbstractContextManager[None]:
     return torch._C.DisableTorchFunction()
 
 
+def in_function_mode() -> bool:
+    """Return True if a function mode is active, such as a capture, or a default device."""
+    return bool(_get_current_function_mode_stack())
+
+
 def pop_mode(mode: TorchFunctionMode) -> int | None:
     """Remove a function mode from torch's stack. Return the number of modes below it if it was found."""
     modes = _get_current_function_mode_stack()

@@ -2,6 +2,7 @@
 
 import base64
 import math
+import re
 import zlib
 from collections.abc import Iterable
 from typing import Annotated, Literal
@@ -261,6 +262,20 @@ class HeadRecord(HeadMeasures, HeadOrigin):
             f"HeadRecord({self.site!r}, layer {self.layer}, head {self.head}: {kind}, {ranks}, "
             f"effective {format_number(self.effective_rank)}, stable {format_number(self.stable_rank)})"
         )
+
+    @property
+    def transformer_lens(self) -> str:
+        """Name of the head's layer of attention maps in TransformerLens, such as blocks.3.attn.hook_pattern.
+
+        Its maps have the axes (batch, head, row, column). T5 has stacks; other models have one.
+        """
+        part = self.stack.split(".")[0] if self.stack in ("encoder.block", "decoder.block") else "blocks"
+        return f"{part}.{self.layer}.{'cross_attn' if self.cross else 'attn'}.hook_pattern"
+
+    @property
+    def nnsight(self) -> str:
+        """Path of the head's module in nnsight and Python, such as ``model.layers[3].self_attn``."""
+        return re.sub(r"\.(\d+)(?=\.|$)", r"[\1]", self.site)
 
     @property
     def named_peak(self) -> str:

@@ -12,6 +12,7 @@ from rankwise._internals import report_package
 from rankwise._internals.files import SavedRecord, write_file
 from rankwise._internals.records import Address
 from rankwise.auditing.findings import diagnose
+from rankwise.auditing.head_labels import head_labels
 from rankwise.auditing.provenance import check_mergeable, describe_method, merged_provenance
 from rankwise.auditing.records import (
     Finding,
@@ -23,7 +24,7 @@ from rankwise.auditing.records import (
     Verdict,
 )
 from rankwise.auditing.statistics import AuditStatistics, heads_at_init, states_at_init
-from rankwise.auditing.tables import Records, csv_text, data_frame, table
+from rankwise.auditing.tables import Records, Row, csv_text, data_frame, table
 from rankwise.auditing.verdict import verdict_of
 from rankwise.errors import InputError, instance_of, strip_control
 from rankwise.importance.records import ImportanceRecord
@@ -31,6 +32,7 @@ from rankwise.importance.records import ImportanceRecord
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
+    from torch import Tensor
 
 LOAD = "Read a saved audit with `rw.Audit.load(path)`."
 
@@ -158,6 +160,47 @@ class Audit(SavedRecord):
         """
         text = csv_text(*table(records, getattr(self, records, []), self.provenance))
         return write_file(path, text, "table", in_folder=f"{records}.csv")
+
+    def to_tensor(self, measure: str, stack: str | None = None) -> "Tensor":
+        """Return a measure of all heads as a float32 tensor [layers, heads], NaN for heads without a value.
+
+        Args:
+            measure: name of a measure of heads, such as "removal_cost".
+            stack: stack of blocks, if the audit has several; the error of None names them.
+
+        Raises:
+            InputError: if the measure is unknown or was not measured, ``stack`` is not a stack, or a layer of
+                the stack has several mixers.
+
+        Examples:
+            >>> import torch, rankwise as rw
+            >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+            >>> rw.audit(layer, [torch.randn(1, 5, 8)]).to_tensor("effective_rank").shape
+            torch.Size([1, 2])
+        """
+        return report_package().head_tensor(self, measure, stack)
+
+    def head_labels(self) -> list[Row]:
+        """Return scores and a label of each head by its attention map of the first sequence, a row per head.
+
+        The label is the first of the scores induction, previous_token and positional that is at least 0.5,
+        or "". Columns ``transformer_lens`` and ``nnsight`` name the head's module in these packages. The
+        audit needs ``attention_maps`` and sequences of at most 128 tokens. Scores of one text are weak
+        evidence of induction: repeated random tokens are the usual test.
+
+        - ``previous_token``: mean weight on the previous token, in [0, 1].
+        - ``induction``: mean weight on tokens that followed an earlier copy of the row's token, minus the
+          weight that uniform rows have there. In [−1, 1]; NaN if no token is repeated or tokens are unknown.
+        - ``positional``: share of the variance of the weights that the offset of row and column explains, in
+          [0, 1]; 1 if the offset alone decides the weight.
+
+        Source: `head_detector` of TransformerLens for the first two, whose scores divide by all weights of
+        the map instead of those of rows with such a token.
+
+        Raises:
+            InputError: if no head has such a map.
+        """
+        return list(head_labels(self.heads, self.texts))
 
     def head(self, layer: int, head: int, *, stack: str | None = None, site: str | None = None) -> HeadRecord:
         """Return the record of one head, by the indices of its layer and of the head in the layer, from 0.

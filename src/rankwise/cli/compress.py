@@ -179,7 +179,7 @@ def _preview(context: typer.Context, load: Any, data: Any, parts: list[str] | No
         source = context.get_parameter_source(param.name or "")
         if param.name in ("model", "preview", "parts") or source is None or source.name != "COMMANDLINE":
             continue
-        if param.name in ("keep", "tolerance", "calibration_steps", "out", "time"):
+        if param.name in ("keep", "tolerance", "remove", "uniform", "calibration_steps", "out", "time"):
             fix = "Omit it: a preview has its own shares, changes nothing and measures time."
             raise InputError("--preview", expected=f"no {param.opts[0]}", got=param.opts[0], fix=fix)
         value = context.params[param.name or ""]

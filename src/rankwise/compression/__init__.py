@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         HeadWidth,
         LatentRank,
         LayerCost,
+        MergedKeys,
         Preview,
         PreviewRow,
         WindowCost,
@@ -31,6 +32,7 @@ __all__ = [
     "HeadWidth",
     "LatentRank",
     "LayerCost",
+    "MergedKeys",
     "Preview",
     "PreviewRow",
     "WindowCost",
@@ -41,7 +43,7 @@ __all__ = [
 ]
 
 
-PARTS = ("blocks", "heads", "width", "kv")
+PARTS = ("blocks", "heads", "key-heads", "width", "kv")
 """Parts in the order of `compress`. Each part has the modules ``<part>_find`` and ``<part>_solve``."""
 DEFAULT_PARTS = ("width", "kv")
 """Parts that `compress` applies by default, if the model allows them. Removal of heads costs more."""

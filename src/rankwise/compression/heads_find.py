@@ -116,23 +116,14 @@ class HeadProjections:
         runs = runs_of([head * width + channel for head in query for channel in range(width)])
         size, slot = self.heads * width, 0 if query else width
         cuts.append(CutLinear(module=self.output, side="in", size=size, runs=runs, slot=slot))
-        counts = self._counts(units)
-        sizes = {
-            name: after
-            for kind, (before, after) in counts.items()
-            for name in NAMES[kind]
-            if vars(module).get(name) == before
-        }
+        sizes = renumbered(vars(module).get, self._counts(units))
         return RemovedHeads(module=self.name, cuts=cuts, sizes=sizes, config=self.fields(module, units))
 
     def fields(self, source: Any, units: set[int]) -> dict[str, int]:
         """Return new values of fields of a configuration, or of a module's configuration, without units."""
-        return {
-            name: after
-            for kind, (before, after) in self._counts(units).items()
-            for name in NAMES[kind]
-            if kind != "width" and config_value(source, name) == before
-        }
+        counts = self._counts(units)
+        del counts["width"]
+        return renumbered(lambda name: config_value(source, name), counts)
 
     def _cut(self, name: str, query: set[int], values: set[int]) -> CutLinear:
         size, blocks = self.inputs[name]
@@ -157,6 +148,16 @@ class HeadProjections:
             "group": (self.heads // self.value_heads, heads // value_heads),
             "width": (self.heads * self.value_width, heads * self.value_width),
         }
+
+
+def renumbered(read: Callable[[str], Any], counts: Mapping[str, tuple[int, int]]) -> dict[str, int]:
+    """Return new values of the fields in `NAMES`; `counts` has each number before and after."""
+    return {
+        name: after
+        for kind, (before, after) in counts.items()
+        for name in NAMES[kind]
+        if read(name) == before
+    }
 
 
 def find(model: nn.Module, batch: Any) -> Found[HeadProjections]:

@@ -1,6 +1,7 @@
 """Modules that compute keys and values from one latent per token, and caches that keep the latents."""
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -16,6 +17,7 @@ from transformers.cache_utils import DynamicLayer
 from rankwise._internals.batches import map_tensors
 from rankwise._internals.forward import AddedHook, Change
 from rankwise._internals.rotary import PAIRINGS, RopeLayout, apply_rope, per_pair
+from rankwise._internals.torch_private import in_function_mode
 from rankwise.compression.width_modules import (
     ReplacedLinear,
     Runs,
@@ -35,13 +37,15 @@ RECORD = "_latent_layer"
 BLOCK = 2**17
 """Numbers of the keys that are decoded at once, so that they stay in the cache of a processor."""
 KEPT_BYTES = 2**21
-"""Bytes of decoded keys that each layer keeps. The keys of all other tokens are decoded at each step."""
+"""Bytes of decoded keys that the cache of a layer keeps. All other keys are decoded at each step."""
 SHAPES = {
     *(getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device")), Tensor.size, Tensor.dim
 }  # fmt: skip
 """Functions that `Undecoded` answers without decoding."""
 ANGLES: WeakKeyDictionary[nn.Module, dict[Any, Tensor]] = WeakKeyDictionary()
 """Cos and sin of all positions (S, 2P) that a rotary module has computed, shared by its layers."""
+MOST_ANGLES = 2**20
+"""Number of positions whose angles are kept at most."""
 
 
 class LatentLayer(BaseModel, extra="forbid"):
@@ -110,6 +114,7 @@ class LatentState:
     tokens: Tensor | None
     latent: Tensor | None
     kept_bytes = KEPT_BYTES
+    """Bytes of decoded keys that each cache of this layer keeps at most."""
 
     def __init__(self, layer: LatentLayer, norm: nn.Module | None, rotary: nn.Module | None) -> None:
         self.layer, self.norm, self.rotary = layer, norm, rotary
@@ -166,18 +171,24 @@ class LatentState:
         values = flat.unflatten(-1, (layer.heads, -1)).transpose(1, 2)
         return values * layer.value_factor if layer.value_factor != 1 else values
 
-    def absorb(self, rows: Float[Tensor, "B G N K"]) -> Float[Tensor, "B G N r"] | None:
-        """Return queries that read latents in place of keys. Return None if keys are normalized or rotated.
+    def absorb(
+        self, rows: Float[Tensor, "B G N K"]
+    ) -> tuple[Float[Tensor, "B G N r"], Float[Tensor, "B G N 1"] | float] | None:
+        """Return queries that read latents in place of keys, and what the bias of the keys adds to logits.
 
-        A bias of the keys is left out: it adds the same number to all logits of a query.
+        Return None if keys are normalized or rotated.
         """
         layer, up = self.layer, self.key.up
         if self.norm is not None or self.rotary is not None or type(up) is not nn.Linear:
             return None
-        weight = up.weight[: _size(layer.key_channels)].mT
-        if layer.key_width:
-            weight = fill_zeros(weight, self.key_places.to(weight.device), layer.heads * layer.key_width)
-        return rows @ weight.unflatten(-1, (layer.heads, -1)).permute(1, 2, 0).to(rows) * layer.key_factor
+
+        def by_head(columns: Float[Tensor, "N C"]) -> Float[Tensor, "G K C"]:
+            columns = columns[: _size(layer.key_channels)].mT
+            if layer.key_width:
+                columns = fill_zeros(columns, self.key_places.to(rows.device), layer.heads * layer.key_width)
+            return columns.mT.unflatten(0, (layer.heads, -1)).to(rows) * layer.key_factor
+
+        return rows @ by_head(up.weight), 0.0 if up.bias is None else rows @ by_head(up.bias[:, None])
 
     def _expand(self, up: nn.Module, latent: Float[Tensor, "B S r"], rows: slice) -> Float[Tensor, "B S N"]:
         """Return some outputs of `up`, which may also compute others, or be wrapped by an adapter."""
@@ -187,20 +198,24 @@ class LatentState:
         return expanded[..., rows]
 
     def _angles(self, positions: Int[Tensor, "B S"], like: Tensor) -> Sequence[Float[Tensor, "B 1 S P"]]:
-        """Return cos and sin of positions. All positions up to the highest are computed at first."""
+        """Return cos and sin of positions. Angles of all positions up to the highest are computed once."""
         layer, rotary = self.layer, self.rotary
         assert rotary is not None, "only keys with rotation have angles"
+
+        def table(positions: Tensor) -> Float[Tensor, "B S N"]:
+            angles = rotary(like, position_ids=positions, **layer.rotary_options)
+            return torch.cat([per_pair(angle, layer.rotation) for angle in angles], -1)
+
+        usual = not torch.compiler.is_compiling() and positions.numel() and int(positions.min()) >= 0
+        if not usual or (last := int(positions.max())) >= MOST_ANGLES:
+            return table(positions)[:, None].chunk(2, -1)
         addresses = [buffer.data_ptr() for buffer in rotary.buffers()]
         key = (*addresses, *layer.rotary_options.items(), layer.rotation, like.dtype, like.device)
         tables = ANGLES.setdefault(rotary, {})
-        table, count = tables.get(key), int(positions.max()) + 1 if positions.numel() else 1
-        if table is None or len(table) < count:
+        if key not in tables or len(tables[key]) <= last:
             with torch.inference_mode(False), torch.no_grad():  # training may use the table, too
-                every = torch.arange(1 << (count - 1).bit_length(), device=like.device)[None]
-                angles = rotary(like.new_empty(0), position_ids=every, **layer.rotary_options)
-                table = torch.cat([per_pair(angle, layer.rotation)[0] for angle in angles], -1)
-            tables[key] = table
-        return F.embedding(positions, table)[:, None].chunk(2, -1)
+                tables[key] = table(torch.arange(1 << last.bit_length(), device=like.device)[None])[0]
+        return F.embedding(positions, tables[key])[:, None].chunk(2, -1)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copies of the model, without the tensors of a call."""
@@ -248,7 +263,7 @@ class Undecoded(Tensor):
     def of(cache: "LatentCache", new: Tensor, decode: Callable[[], Tensor]) -> "Undecoded":
         """Return the keys or values of all tokens, which `decode` computes. `new` has those of new tokens."""
         shape = (*new.shape[:2], cache.keys.shape[2], new.shape[3])
-        tensor = new.new_empty(()).expand(shape).as_subclass(Undecoded)
+        tensor = new.new_full((), math.nan).expand(shape).as_subclass(Undecoded)
         tensor.cache, tensor.decode = cache, decode
         return tensor
 
@@ -288,13 +303,13 @@ def attend(
     latent, kept, count = cache.keys, cache.kept.shape[2], key.shape[2]
     blocks = [rows @ cache.kept.to(wide).mT]
     absorbed = cache.state.absorb(rows) if kept < count else None
-    size = max(32, BLOCK // max(1, len(key) * key.shape[1] * key.shape[3]))
+    size = max(32, BLOCK // max(1, key.shape[0] * key.shape[1] * key.shape[3]))
     for first in range(kept, count, size):
         last = min(count, first + size)
         if absorbed is None:
             blocks.append(rows @ cache.decode_keys(first, last).to(wide).mT)
         else:
-            blocks.append(absorbed @ latent[:, :, first:last].to(wide).mT)
+            blocks.append(absorbed[0] @ latent[:, :, first:last].to(wide).mT + absorbed[1])
     logits = (torch.cat(blocks, -1) if len(blocks) > 1 else blocks[0]).view(*query.shape[:3], count)
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         logits = logits.masked_fill(~attn_mask, torch.finfo(wide).min)
@@ -332,7 +347,8 @@ class LatentCache(DynamicLayer):
     """Cache layer with latents (B, 1, S, r) in `keys` and positions (B, 1, S, 1 or 0) in `values`.
 
     Positions are stored if keys are rotated. With these shapes, beam search, cropping and copying of
-    `DynamicLayer` work. `update` returns full keys and values.
+    `DynamicLayer` work. `update` returns keys and values that are decoded if they are read. The keys of the
+    first tokens are kept, up to `kept_bytes` of the state.
     """
 
     keys: Tensor
@@ -348,7 +364,10 @@ class LatentCache(DynamicLayer):
         batch, layer = key_states.shape[0], self.state.layer
         self.keys = key_states.new_empty(batch, 1, 0, layer.rank)
         self.values = torch.empty(batch, 1, 0, int(bool(layer.rotary)), dtype=torch.int32, device=self.device)
-        self.kept, self.kept_for = key_states[:, :, :0], self.keys
+        self.kept, self.kept_for = (
+            key_states.new_empty(*key_states.shape[:2], 0, key_states.shape[3]),
+            self.keys,
+        )
         self.is_initialized = True
 
     def decode_keys(self, first: int, last: int) -> Float[Tensor, "B G _ K"]:
@@ -406,7 +425,9 @@ class LatentCache(DynamicLayer):
         if not old:
             return key_states, value_states
         now = copy.copy(self)
-        if torch.compiler.is_compiling():
+        if (
+            torch.compiler.is_compiling() or in_function_mode()
+        ):  # a mode may read tensors that are not decoded
             return now.whole_keys(key_states), now.whole_values(value_states)
         return (
             Undecoded.of(now, key_states, partial(now.whole_keys, key_states)),

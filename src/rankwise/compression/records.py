@@ -61,6 +61,20 @@ class BlockRemoval(Record):
     """Increase of the loss without this block and the blocks of earlier steps. NaN if the block stays."""
 
 
+class MergedKeys(Record):
+    """Key heads of one layer that were merged."""
+
+    stack: str
+    site: str
+    layer: int
+    groups: list[list[int]]
+    """Numbers of the original key heads that became one, in the order of the new key heads."""
+    key_error: Number
+    """Relative error of logits, ‖L′ − L‖/‖L‖ over all pairs of calibration tokens, before positions."""
+    value_error: Number
+    """Relative error of the contributions of values to the output, before the least squares."""
+
+
 class LayerCost(Record):
     """Cost of one layer."""
 
@@ -118,6 +132,8 @@ class PreviewRow(Record):
     part: str = ""
     """Part of `compress`. Empty for a quantized cache."""
     keep: Number = math.nan
+    uniform: bool = False
+    """True if as many heads are removed from each layer."""
     bits: int = 0
     """Bits of keys and values, or of latents, which are simulated. 0 if they are not quantized."""
     cost: WindowCost = Field(default_factory=WindowCost)
@@ -187,6 +203,7 @@ class Compression(SavedRecord):
     latents: list[LatentRank] = Field(default_factory=list)
     blocks: list[BlockRemoval] = Field(default_factory=list)
     """Costs of blocks, if the part ``blocks`` was done. Then other sites have names of the smaller model."""
+    merged: list[MergedKeys] = Field(default_factory=list)
     attention_kl: Number
     """Attention KL(M‖M′) in nats, mean over rows, heads and layers. NaN if no part measures it."""
     costs: list[WindowCost] = Field(default_factory=list)

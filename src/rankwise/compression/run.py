@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rankwise._internals.batches import batch_size, each_batch, to_device
+from rankwise._internals.batches import batch_size, each_batch, to_device, without_logits
 from rankwise._internals.forward import (
     Progress,
     check_in_memory,
@@ -318,7 +318,7 @@ def read_lengths(model: nn.Module, batches: list[Any], name: str) -> list[list[i
         sites: list[CapturedMixer] = []
         failures = batch_errors(model, batch, f"`{name}`, batch {number}")
         with failures, torch.no_grad(), capture(model, on_mixer=sites.append):
-            run_model(model, to_device(batch, device_of(model)))
+            run_model(model, without_logits(model, to_device(batch, device_of(model))))
         lengths.append(sites[0].valid_tokens.sum(1).tolist() if sites else [])
     return lengths
 
@@ -337,7 +337,10 @@ def _record(
     seed: int,
 ) -> Compression:
     every = list(solutions.values())
-    left = next((solution.key_heads for solution in every if solution.key_heads), {})
+    left: dict[str, list[int]] = {}
+    for solution in every:  # later parts count the key heads that earlier parts left
+        for site, kept in solution.key_heads.items():
+            left[site] = [left[site][head] for head in kept] if site in left else kept
     heads = [head for solution in every for head in solution.heads]
     heads = [
         head.model_copy(update={"head": left[head.site][head.head]})
@@ -346,7 +349,9 @@ def _record(
         for head in heads
     ]
     latents = [latent for solution in every for latent in solution.latents]
-    numbers = {head.site: head.layer for head in heads} | {latent.site: latent.layer for latent in latents}
+    merged = [merged for solution in every for merged in solution.merged]
+    items: list[Any] = [*heads, *latents, *merged]
+    numbers = {item.site: item.layer for item in items}
     costs = {latent.site: math.nan for latent in latents}
     for solution in every:  # NaN, the cost of the part `heads`, must not replace a measured cost
         costs |= {
@@ -358,12 +363,12 @@ def _record(
     if worst.loss_added < worst.spread:
         notes.append(
             f"The loss added, {worst.loss_added:.2g}, is below its spread over {worst.windows} windows, ± "
-            f"{worst.spread:.2g}: hold out more data to tell it from 0."
+            f"{worst.spread:.2g}: these data do not tell it from 0."
         )
     for name, solution in solutions.items():
         cost = solution.cost
         # if there is one part, all measured costs are due to it
-        if len(solutions) == 1 and name not in ("blocks", "heads"):
+        if len(solutions) == 1 and name in ("width", "kv"):
             kl = max(cost.output_kl for cost in measured["costs"])
             cost = kl if name == "kv" else mean(costs.values())
         share = worst.spread / (worst.loss_before or math.nan)
@@ -379,6 +384,7 @@ def _record(
         layers=layers,
         latents=latents,
         blocks=[block for solution in every for block in solution.blocks],
+        merged=merged,
         attention_kl=mean(layer.attention_kl for layer in layers),
         left_out={site: reason for solution in every for site, reason in solution.skipped.items()},
         notes=notes,
@@ -386,8 +392,8 @@ def _record(
         **measured,
     )
     notes += [
-        f"{row.bits}-bit keys and values cost less, {row.cost.cost:+.4f}, and take {row.cache_bytes:,} bytes "
-        f"of cache: quantize this model's cache instead of using latents."
+        f"{row.bits}-bit keys and values cost less, {row.cost.cost:+.4f}, in {row.cache_bytes:,} bytes: "
+        "quantize the cache of the original instead."
         for row in record.quantized
         if not row.refused and list(solutions) == ["kv"]
         if row.cost.cost < record.worst.cost and row.cache_bytes <= record.cache_bytes_after
@@ -406,15 +412,15 @@ def _part_notes(
     """Return notes if a part removed nothing, or if its tolerance is below its cost or the cost's spread."""
     heads, latents = solution.heads, solution.latents
     removed = [*(x.width < x.before for x in heads), *(x.rank < x.full_rank for x in latents)]
-    removed += [block.step > 0 for block in solution.blocks]
+    removed += [bool(solution.merged), *(block.step > 0 for block in solution.blocks)]
     notes = [] if any(removed) else [f"{part}: nothing was removed. Lower `keep` or raise the tolerance."]
-    attention = mean(head.kl_calibrated for head in heads) if part not in ("blocks", "heads") else 0.0
+    attention = mean(head.kl_calibrated for head in heads) if part == "width" else 0.0
     costs = {"the calibration data": max(attention, sum(latent.output_kl for latent in latents))}
     costs[measured_on] = max(costs.get(measured_on, 0.0), measured)  # NaN does not replace a number
     if tolerance is not None and tolerance < spread:
         notes.append(
             f"{part}: the tolerance {tolerance:g} is below the spread of the cost, ± {spread:.2g}: "
-            "hold out more data."
+            "hold out more data to test it."
         )
     return notes + [
         f"{part}: the cost on {data} is {cost:.3g}, above the tolerance {tolerance:g}."

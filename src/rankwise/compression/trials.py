@@ -18,7 +18,7 @@ from rankwise._internals.batches import first_sequences, map_tensors, tensors_in
 from rankwise._internals.forward import HALF, Change, Progress, device_of, in_float32, run_model
 from rankwise._internals.linalg import as_float64
 from rankwise.auditing.error_hints import batch_errors
-from rankwise.compression.records import BlockRemoval, HeadWidth, LatentRank
+from rankwise.compression.records import BlockRemoval, HeadWidth, LatentRank, MergedKeys
 from rankwise.errors import CompressionError, first_line
 from rankwise.importance.losses import real_outputs
 from rankwise.importance.output_head import CHUNK
@@ -66,6 +66,7 @@ class Solution:
     heads: list[HeadWidth] = field(default_factory=list)
     latents: list[LatentRank] = field(default_factory=list)
     blocks: list[BlockRemoval] = field(default_factory=list)
+    merged: list[MergedKeys] = field(default_factory=list)
     kl: dict[str, float] = field(default_factory=dict)
     """Attention KL per site on the evaluation data. NaN if it was not measured."""
     key_heads: dict[str, list[int]] = field(default_factory=dict)
@@ -104,20 +105,23 @@ def find_part(name: str, model: nn.Module, batch: Any) -> Found[Any]:
                     "Remove the casts to half precision in its code.",
                 )
                 raise CompressionError(subject, expected=expected, got=got, fix=fix) from error
-        layers: Found[Any] = import_module(f"rankwise.compression.{name}_find").find(model, wide)
+        layers: Found[Any] = _module(name, "find").find(model, wide)
     return layers
 
 
 def check_part(name: str, job: Job) -> None:
     """Raise `CompressionError` if a part knows before its work that it cannot reach the target of a job."""
-    module = import_module(f"rankwise.compression.{name}_solve")
-    getattr(module, "check", lambda job: None)(job)
+    getattr(_module(name, "solve"), "check", lambda job: None)(job)
 
 
 def solve_part(name: str, job: Job) -> Solution:
     """Return the solution of a part for the layers that it can change."""
-    solution: Solution = import_module(f"rankwise.compression.{name}_solve").solve(job)
+    solution: Solution = _module(name, "solve").solve(job)
     return solution
+
+
+def _module(part: str, what: str) -> Any:
+    return import_module(f"rankwise.compression.{part.replace('-', '_')}_{what}")
 
 
 def keep_passing(

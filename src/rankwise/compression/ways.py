@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import product
 from typing import Any
 
 from torch import nn
@@ -102,10 +103,11 @@ def _rows(
             yield PreviewRow(part=name, refused=str(error))
             continue
         kept: dict[str, Any] = {}
-        for keep in SHARES:
+        for uniform, keep in product([False, True] if name == "heads" else [False], SHARES):
             job = Job(model, found, data, eval_data, keep, seed=seed, on_progress=report, kept=kept)
+            job.uniform = uniform
             ways = [lambda name=name, job=job: solve_part(name, job).change]
-            row = measure(ways, part=name, keep=keep)
+            row = measure(ways, part=name, keep=keep, uniform=uniform)
             yield row
             if name == "kv" and not row.refused:
                 ways.append(partial(quantized_latents, model, LATENT_BITS))

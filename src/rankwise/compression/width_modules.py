@@ -74,6 +74,12 @@ class ReplacedLinear(nn.Module):
         """Create the placeholder ``weight`` on the device of the module's other weights."""
         self.register_buffer("weight", torch.zeros(1, 1, device=device_of(self)))
 
+    def __repr__(self) -> str:
+        """Return one line, which PEFT prints if its `target_modules` name this module."""
+        linear = (name for name, module in self.named_modules() if isinstance(module, nn.Linear))
+        names = sorted({name.rpartition(".")[2] for name in linear})
+        return f"{type(self).__name__}(for adapters, replace its name by {', '.join(map(repr, names))})"
+
 
 class NarrowProjection(ReplacedLinear):
     """Linear layer that computes only some of its channels; the other channels are zero.

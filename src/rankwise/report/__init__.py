@@ -5,13 +5,14 @@ from typing import TYPE_CHECKING
 from rankwise._internals import lazy_names
 
 if TYPE_CHECKING:
-    from rankwise.report.axes import plot_measure
+    from rankwise.report.arrays import head_tensor, plot_measure
     from rankwise.report.console import document_text, print_document
     from rankwise.report.page import document_of, notebook_html, write_page
 
 __all__ = [
     "document_of",
     "document_text",
+    "head_tensor",
     "notebook_html",
     "plot_measure",
     "print_document",

@@ -36,7 +36,11 @@ def compression_document(record: Compression) -> Document:
             Section(
                 "costs", "Costs and savings", tables=[_costs(record), _savings(record), _quantized(record)]
             ),
-            Section("layers", "Layers", tables=[_blocks(record), _latents(record), _layers(record), left]),
+            Section(
+                "layers",
+                "Layers",
+                tables=[_blocks(record), _merged(record), _latents(record), _layers(record), left],
+            ),
             Section("next", "Load the model", code=record.about.get("load", "")),
         ),
         notes=record.notes,
@@ -51,6 +55,12 @@ def _headline(record: Compression, removed: list[HeadWidth], narrowed: list[Head
         words.append(f"{count} of {len(record.blocks)} blocks removed")
     if removed:
         words.append(f"{sum(not head.width for head in removed)} of {len(removed)} heads removed")
+    if record.merged:
+        before, after = (
+            mean(count(x) for x in record.merged)
+            for count in (lambda x: sum(map(len, x.groups)), lambda x: len(x.groups))
+        )
+        words.append(f"{before:.0f} key heads per layer merged to {after:.0f}")
     if narrowed:
         before = mean(head.before for head in narrowed)
         words.append(f"queries and keys narrowed from {before:.0f} to {record.mean_width:.1f} on average")
@@ -70,7 +80,7 @@ def _headline(record: Compression, removed: list[HeadWidth], narrowed: list[Head
     elif math.isfinite(record.attention_kl):
         cost = f"attention KL {format_number(record.attention_kl, 4)} nats"
     sizes = [("parameters", record.parameters_before, record.parameters_after)]
-    if record.latents:
+    if record.latents or record.merged:
         tokens = f"bytes of cache at {record.kept_cache.tokens:,} tokens"
         sizes.append((tokens, record.cache_bytes_before, record.cache_bytes_after))
     saving = "".join(
@@ -163,7 +173,8 @@ def way_name(row: PreviewRow) -> str:
     """Return the words for a way to make a model smaller."""
     if not row.part:
         return f"{row.bits}-bit keys and values"
-    keep = f"{row.part}, keep {row.keep:g}" if math.isfinite(row.keep) else row.part
+    part = f"uniform {row.part}" if row.uniform else row.part
+    keep = f"{part}, keep {row.keep:g}" if math.isfinite(row.keep) else part
     return f"{keep}, latents in {row.bits} bits" if row.bits else keep
 
 
@@ -199,7 +210,8 @@ def preview_document(record: Preview, command: str = "") -> Document:
     for row in {way_name(row): row for row in chosen.values() if row}.values():
         options = f'{{"backend": "hqq", "nbits": {row.bits}}}'
         quantized = f'model.generate(ids, cache_implementation="quantized", cache_config={options})'
-        code.append(f"{command} --parts {row.part} --keep {row.keep:g}" if row.part else quantized)
+        compressed = f"{command} --parts {row.part} --keep {row.keep:g}" + " --uniform" * row.uniform
+        code.append(compressed if row.part else quantized)
     same = PreviewRow(part="unchanged", parameters=record.parameters, cache_bytes=record.cache_bytes)
     cells = [
         [*_cells(row, record.cache_bytes), format_number(row.time, 2)]
@@ -226,6 +238,20 @@ def preview_document(record: Preview, command: str = "") -> Document:
         notes=[],
         origin=[],
     )
+
+
+def _merged(record: Compression) -> Table:
+    columns = ["layer", "key heads that became one", "error of logits", "error of values"]
+    rows = [
+        [
+            f"{x.stack} {x.layer}".strip(),
+            "; ".join(" ".join(map(str, heads)) for heads in x.groups),
+            *(format_number(error) for error in (x.key_error, x.value_error)),
+        ]
+        for x in record.merged
+    ]
+    note = "Relative errors on the calibration data, before the least squares of the outputs."
+    return Table("Merged key heads", columns, rows, note=note)
 
 
 def _latents(record: Compression) -> Table:

@@ -1,4 +1,4 @@
-"""Draw a measure of an audit into matplotlib axes, for papers and notebooks."""
+"""Measures of an audit as tensors and in matplotlib axes, for papers and notebooks."""
 
 import math
 from typing import TYPE_CHECKING, Any
@@ -14,16 +14,44 @@ from rankwise.report.heatmap_grid import grids_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from torch import Tensor
 
 
-def plot_measure(audit: Audit, measure: str, of: str, ax: "Axes | None" = None) -> "Axes":
-    """Draw a measure of "heads" as a heat map, of "states" as curves; `Audit.plot` describes them."""
+def _measured(audit: Audit, measure: str, of: str) -> tuple[Any, list[Any]]:
+    """Return the row of a measure and the records that have a value; raise `InputError` if none has."""
     table = {row.name: row for row in (HEAD_MEASURES if of == "heads" else STATE_MEASURES)}
     row: Any = table[one_of("measure", measure, table)]
     records = [record for record in getattr(audit, of) if math.isfinite(row.value(record))]
     if not records:
         fix = "Audit again with `importance=True`." if measure == "removal_cost" else "Choose another."
         raise InputError(f"{measure} of {of}", expected="numbers in the audit", got="none", fix=fix)
+    return row, records
+
+
+def head_tensor(audit: Audit, measure: str, stack: str | None = None) -> "Tensor":
+    """Return a measure of all heads as a tensor; `Audit.to_tensor` describes it."""
+    import torch
+
+    _measured(audit, measure, "heads")
+    grids = {grid.title: grid for grid in grids_of(audit.heads)}
+    if stack is None and len(grids) > 1:
+        fix = f"For example `stack={next(iter(grids))!r}`."
+        raise InputError("`stack`", expected=f"one of {', '.join(map(repr, grids))}", got="None", fix=fix)
+    grid = grids[one_of("`stack`", next(iter(grids)) if stack is None else stack, grids)]
+    layers = [row.layer for row in grid.rows]
+    if len(set(layers)) < len(layers):
+        fix = "Use `audit.to_frame()`, which has a row per head."
+        raise InputError(grid.title, expected="one mixer per layer", got="several", fix=fix)
+    values = torch.full((max(layers) + 1, max(grid.columns) + 1), math.nan)
+    for row in grid.rows:
+        for head, index in row.cells.items():
+            values[row.layer, head] = getattr(audit.heads[index], measure)
+    return values
+
+
+def plot_measure(audit: Audit, measure: str, of: str, ax: "Axes | None" = None) -> "Axes":
+    """Draw a measure of "heads" as a heat map, of "states" as curves; `Audit.plot` describes them."""
+    row, records = _measured(audit, measure, of)
     pyplot = need_package("matplotlib.pyplot", "`Audit.plot`", "figures")
     ax = pyplot.subplots(layout="constrained")[1] if ax is None else ax
     unit = "nats" if row.range.text.endswith(" nats") else ""

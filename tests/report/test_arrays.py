@@ -1,6 +1,7 @@
-"""Figures of audits in matplotlib axes: numbers at their places, labels with units, and errors."""
+"""Tensors and figures of audits: numbers at their places, labels with units, and errors."""
 
 import math
+import re
 import sys
 from typing import Any
 
@@ -95,3 +96,43 @@ def test_figures_that_cannot_be_drawn_are_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
     with pytest.raises(InputError, match=r"`Audit.plot`: .*pip install 'rankwise\[figures\]'"):
         audit.plot()
+
+
+@pytest.mark.parametrize("row", HEAD_MEASURES, ids=lambda row: row.name)
+def test_tensors_hold_every_head_at_its_place(row: Any) -> None:
+    audit = of("encoder")
+    if not any(math.isfinite(getattr(head, row.name)) for head in audit.heads):
+        with pytest.raises(InputError, match=f"{row.name} of heads: expected numbers in the audit, got none"):
+            audit.to_tensor(row.name)
+        return
+    audit.heads.pop(0)
+    tensor = audit.to_tensor(row.name)
+    assert str(tensor.dtype) == "torch.float32"
+    assert tensor[0, 0].isnan()
+    for head in audit.heads:
+        assert tensor[head.layer, head.head].item() == pytest.approx(
+            getattr(head, row.name), rel=1e-6, nan_ok=True
+        )
+
+
+def test_one_of_several_stacks_is_chosen_by_name() -> None:
+    audit = of("encoder_decoder")
+    with pytest.raises(InputError, match=r"`stack`: expected one of 'encoder\.block', .*, got None") as error:
+        audit.to_tensor("effective_rank")
+    titles = re.findall(r"'(.+?)'", error.value.expected)
+    assert len(titles) == 3
+    for title in titles:
+        assert audit.to_tensor("effective_rank", stack=title).isfinite().any()
+    with pytest.raises(InputError, match=r"Did you mean encoder\.block"):
+        audit.to_tensor("effective_rank", stack="encoder.blok")
+    with pytest.raises(InputError, match="Did you mean row_entropy"):
+        audit.to_tensor("row_entropi")
+    with pytest.raises(InputError, match="`importance=True`"):
+        of("no_states").to_tensor("removal_cost")
+
+
+def test_layers_with_several_mixers_are_refused() -> None:
+    audit = of("encoder")
+    twice = [head.model_copy(update={"call": 1}) for head in audit.heads]
+    with pytest.raises(InputError, match="one mixer per layer"):
+        audit.model_copy(update={"heads": [*audit.heads, *twice]}).to_tensor("effective_rank")

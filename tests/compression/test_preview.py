@@ -1,0 +1,265 @@
+"""Previews: simulated caches, and rows that equal the outcome of `compress`."""
+
+import math
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.compression.compression_cases import CACHED, bert, gpt2, ids, llama, made, output, windowed
+from tests.compression.test_compress_command import FACTORY, Run, run, words
+from tests.support.untouched import untouched
+from transformers import DynamicCache, QuantizedCache
+
+import rankwise as rw
+from rankwise.compression import Compression, Preview, PreviewRow, WindowCost, preview
+from rankwise.compression.quantized_cache import GROUP, quantize, quantized_cache
+from rankwise.errors import CompressionError, InputError
+from rankwise.report.compression_report import preview_document
+
+assert run  # a fixture
+DATA: dict[str, Any] = {"batches": [ids(8, 30)], "held_out": [ids(4, 30, 1), ids(3, 60, 2)]}
+
+
+# --- simulated caches -----------------------------------------------------------------------------------
+
+
+@given(st.integers(2, 8), st.integers(1, 2 * GROUP + 3), st.integers(0, 99))
+def test_rounding_is_bounded_by_half_a_step_of_the_group(bits: int, size: int, seed: int) -> None:
+    values = torch.randn(3, size, 2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    rounded = quantize(values, bits, dim=1)
+    for before, after in zip(values.split(GROUP, 1), rounded.split(GROUP, 1), strict=True):
+        low, high = before.amin(1, keepdim=True), before.amax(1, keepdim=True)
+        # float16 of the lowest level, and of the step, which is counted up to 2^bits − 1 times
+        half = 2.0**-11 * (low.abs() + high - low) + 2.0**-24 * 2**bits
+        bound = (high - low) / (2**bits - 1) / 2 + half
+        assert bool(((after - before).abs() <= bound * (1 + 1e-9)).all())
+    assert torch.equal(quantize(values.transpose(0, 1), bits, dim=0), rounded.transpose(0, 1))
+
+
+class ByHand(DynamicCache):
+    """Cache that rounds keys by channel over 64 tokens, and values by token over 64 channels of all heads."""
+
+    def update(self, keys: Any, values: Any, layer_idx: int, *more: Any, **named: Any) -> Any:
+        keys, values = keys.clone(), values.clone()
+        for sequence in range(len(keys)):
+            for channel in range(keys.shape[1] * keys.shape[3]):
+                row = keys[sequence, channel // keys.shape[3], :, channel % keys.shape[3]]
+                row.copy_(rounded(row))
+            for token in range(keys.shape[2]):
+                row = values[sequence, :, token]
+                row.copy_(rounded(row.flatten()).view_as(row))
+        return super().update(keys, values, layer_idx, *more, **named)
+
+
+def rounded(row: torch.Tensor, bits: int = 4) -> torch.Tensor:
+    found = []
+    for part in row.split(64):
+        low = part.min().half().float()
+        step = ((part.max() - part.min()) / (2**bits - 1)).half().float()
+        found.append(((part - part.min().half().float()) / step).round().clamp(0, 2**bits - 1) * step + low)
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("make", [CACHED["llama"], gpt2, windowed])
+def test_attention_reads_a_quantized_cache(make: Any) -> None:
+    model, batch = make(), ids(2, 20)
+    with torch.no_grad():
+        expected = model(**batch, past_key_values=ByHand(config=model.config), use_cache=True)[0]
+    plain = output(model, batch)
+    with untouched(model), quantized_cache(model, 4):
+        after = output(model, batch)
+    assert torch.allclose(after, expected, atol=1e-4 * float(plain.abs().max()))
+    assert not torch.allclose(after, plain, atol=1e-3 * float(plain.abs().max()))
+
+
+@pytest.mark.parametrize("backend", ["hqq", "quanto"])
+def test_the_simulated_error_is_that_of_a_public_quantized_cache(backend: str) -> None:
+    """One layer: keys and values do not depend on the cache, and 64 tokens and channels are one group."""
+    pytest.importorskip("hqq" if backend == "hqq" else "optimum.quanto")
+    sizes = {"hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}
+    model, batch = made("Llama", vocab_size=61, **sizes), ids(16, 65)
+    axes = {"axis_key": 1, "axis_value": 1} if backend == "hqq" else {"axis_key": -1, "axis_value": -1}
+    cache = QuantizedCache(backend, model.config, nbits=4, q_group_size=64, **axes)
+    with torch.no_grad():
+        exact = model(**batch).logits[:, -1]
+        model(batch["input_ids"][:, :-1], past_key_values=cache, use_cache=True)
+        public = model(batch["input_ids"][:, -1:], past_key_values=cache, use_cache=True).logits[:, -1]
+    with quantized_cache(model, 4):
+        ours = output(model, batch)[:, -1]
+    errors = [float((logits - exact).norm()) for logits in (ours, public)]
+    assert 0.5 < errors[0] / errors[1] < 2
+
+
+# --- rows -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("part", rw.compression.PARTS)
+def test_rows_are_the_outcome_of_compress(part: str) -> None:
+    model = gpt2()
+    with untouched(model):
+        done = preview(model, **DATA, parts=part)
+    rows = [row for row in done.rows if row.part and not row.bits]
+    uniform = [False] * 3 + [True] * 3 * (part == "heads")
+    assert [(row.keep, row.uniform) for row in rows] == list(
+        zip([0.75, 0.5, 0.25] * 2, uniform, strict=False)
+    )
+    for row in rows:
+        options: dict[str, Any] = {"held_out": DATA["held_out"], "uniform": row.uniform}
+        if row.refused:
+            with pytest.raises(CompressionError, match=re.escape(row.refused)):
+                rw.compress(gpt2(), DATA["batches"], keep={part: row.keep}, **options)
+            continue
+        outcome = rw.compress(gpt2(), DATA["batches"], keep={part: row.keep}, **options)
+        assert row.cost.loss_added == pytest.approx(outcome.worst.loss_added, rel=1e-6, abs=1e-9)
+        assert (row.cost.tokens, row.parameters) == (outcome.worst.tokens, outcome.parameters_after)
+        assert (row.cache_bytes, done.cache_bytes) == (outcome.cache_bytes_after, outcome.cache_bytes_before)
+    assert [row.bits for row in done.rows if not row.part] == [8, 4, 3]
+    if part == "kv":  # rows of simulated caches stand next to the result
+        assert [row.model_dump() for row in outcome.quantized] == [row.model_dump() for row in done.rows[:2]]
+        latents = [row for row in done.rows if row.part and row.bits]
+        assert all(row.cache_bytes < other.cache_bytes for row, other in zip(latents, rows, strict=True))
+        better = [row for row in outcome.quantized if row.cache_bytes <= outcome.cache_bytes_after]
+        better = [row for row in better if row.cost.loss_added < outcome.worst.loss_added]
+        assert sum("quantize the cache of the original" in note for note in outcome.notes) == len(better) > 0
+
+
+def test_a_quantized_cache_has_the_bytes_of_its_numbers_scales_and_zeros() -> None:
+    done = preview(windowed(), **DATA, parts="kv")
+    numbers, tokens = 2 * 2 * 8, (7, 64)  # keys and values of two heads of 8; a window and all tokens
+    assert done.cache_bytes == sum(4 * numbers * count for count in tokens)
+    for row in done.rows[:3]:
+        per_token = numbers * row.bits / 8 + 4 * (16 / 64 + 1)
+        assert row.cache_bytes == round(sum(per_token * count for count in tokens))
+
+
+def test_what_a_model_does_not_allow_is_a_row_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = preview(bert(), [ids(8, 30)], parts=("width", "kv"))
+    assert [(row.part, bool(row.refused)) for row in done.rows if row.part == "kv"] == [("kv", True)]
+    assert not any(row.bits for row in done.rows)
+    assert math.isnan(done.rows[0].cost.loss_before)
+    assert done.rows[0].cost.output_error > 0
+    cache = {**ids(8, 30), "past_key_values": DynamicCache()}
+    [row, *_] = preview(gpt2(), [cache], parts="heads").rows
+    assert "the batch: expected no cache, got a DynamicCache. Leave it out" in row.refused
+    monkeypatch.setattr("rankwise.compression.width_solve.head_curves", lambda *_: 1 / 0)
+    done = preview(gpt2(), **DATA, parts=("width", "kv"))
+    assert {row.refused for row in done.rows if row.part == "width"} == {
+        "ZeroDivisionError: division by zero"
+    }
+    assert not any(row.refused for row in done.rows if row.part == "kv")
+
+
+def test_models_and_data_that_cannot_be_previewed_are_refused() -> None:
+    model = gpt2()
+    rw.compress(model, [ids()], keep={"width": 0.5})
+    with pytest.raises(CompressionError, match="not compressed yet"):
+        preview(model, [ids()])
+    with pytest.raises(InputError, match="`held_out`: expected an iterable of at least one batch"):
+        preview(gpt2(), [ids()], held_out=[])
+    one = preview(gpt2(), [ids(8, 30)], held_out=[ids(1, 30, 1)], parts="kv")
+    assert all(math.isnan(row.cost.spread) and math.isfinite(row.cost.loss_added) for row in one.rows)
+
+
+def rows_of(*rows: tuple[str, float, int, int, float]) -> Preview:
+    """Rows of part, loss added, bytes of cache, parameters and time, next to 100, 100 and 1.0."""
+    made = [
+        PreviewRow(
+            part=part, keep=0.5, bits=0 if part else 4, cache_bytes=cache, parameters=parameters, time=time,
+            cost=WindowCost(tokens=9, windows=2, loss_before=2.0, loss_added=added, spread=0.01),
+        )
+        for part, added, cache, parameters, time in rows
+    ]  # fmt: skip
+    return Preview(
+        model="m", measured_on="held-out data", cache_tokens=9, parameters=100, cache_bytes=100, rows=made
+    )
+
+
+def test_the_first_line_recommends_the_least_of_what_pays() -> None:
+    record = rows_of(
+        ("", 0.02, 30, 100, math.nan), ("kv", 0.01, 40, 98, 2.0), ("heads", 0.019, 90, 90, 0.9),
+        ("width", 0.03, 20, 50, 0.5),
+    )  # fmt: skip
+    line = preview_document(record).verdict.sentence
+    assert line == (
+        "For memory: 4-bit keys and values (30% of the cache, +1.00% loss). "
+        "For fewer parameters: heads, keep 0.5 (90% of the parameters, +0.95% loss). "
+        "For speed: heads, keep 0.5 (90% of the time, +0.95% loss)."
+    )
+    assert preview_document(rows_of(("kv", 0.01, 40, 98, 2.0))).verdict.sentence == (
+        "For memory: kv, keep 0.5 (40% of the cache, +0.50% loss). "
+        "Nothing pays for fewer parameters or for speed."
+    )
+    assert (
+        "Nothing pays: no way adds" in preview_document(rows_of(("kv", 0.03, 40, 98, 2.0))).verdict.sentence
+    )
+
+
+# --- command --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def easy(run: Run) -> Run:
+    """A model of which a quarter of the key width costs nothing, and is slow to run whole."""
+    Path("easy.py").write_text(
+        FACTORY.replace(
+            "return gpt2()",
+            """model = gpt2()
+    for block in model.transformer.h:
+        block.attn.c_attn.weight.data[:, :64].view(32, 8, 8)[..., 2:] = 0
+        block.attn.c_attn.bias.data[:64].view(8, 8)[..., 2:] = 0
+    return model""",
+        )
+    )
+    return run
+
+
+def test_the_printed_commands_lead_to_the_printed_numbers(easy: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for speed: narrow layers are said to take half of the time."""
+    seconds = {"seconds_before": 2.0, "seconds_after": 1.0}
+    monkeypatch.setattr("rankwise.compression.evaluate.measure_seconds", lambda *_: seconds)
+    monkeypatch.setenv("COLUMNS", "200")
+    files = sorted(Path().iterdir())
+    done = easy("compress", "easy.py:build", "--preview", "--parts", "width", "--seed", 3)
+    assert sorted(Path().iterdir()) == files
+    assert "For fewer parameters: width, keep 0.75" in words(done)
+    [line] = {line for line in done.output.splitlines() if line.startswith("rankwise compress")}
+    assert line.endswith("--seed 3 --parts width --keep 0.75")
+    easy(*shlex.split(line)[1:], "--out", "small")
+    record = Compression.load("small")
+    [row] = [line for line in done.output.splitlines() if line.startswith("width, keep 0.75")]
+    cells = re.split(r"\s{2,}", row.strip())
+    assert float(cells[1]) == pytest.approx(record.worst.loss_added, abs=5e-5)
+    assert cells[4] == f"{record.cache_bytes_after:,}"
+    assert cells[6] == f"{record.parameters_after:,}"
+
+
+def test_an_interrupt_prints_the_rows_that_are_finished(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("rankwise.compression.ways.solve_part", stopped)
+    done = run("compress", "own.py:build", "--preview", works=False)
+    assert all(f"{bits}-bit keys" in words(done) for bits in (8, 4, 3))
+    assert "heads" not in words(done)
+
+
+@pytest.mark.parametrize("option", [("--keep", "0.5"), ("--out", "new"), ("--time",), ("--tolerance", "0.1")])
+def test_a_preview_refuses_targets_and_outputs(run: Run, option: tuple[str, ...]) -> None:
+    done = run("compress", "own.py:build", "--preview", *option, works=False)
+    assert f"--preview: expected no {option[0]}" in str(done.exception)
+
+
+def test_latents_of_8_bits_are_simulated() -> None:
+    done = preview(llama(), **DATA, parts="kv")
+    pairs = [
+        (row, other)
+        for row, other in zip(done.rows, done.rows[1:], strict=False)
+        if other.part and other.bits
+    ]
+    assert len(pairs) == 3
+    assert all(row.cost.loss_added != other.cost.loss_added for row, other in pairs)

@@ -1,0 +1,223 @@
+"""Heads removed uniformly: as many from each layer, as a plain checkpoint."""
+
+import json
+import re
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tests.compression.compression_cases import (
+    ONE,
+    SIZES,
+    Make,
+    bert,
+    gpt2,
+    ids,
+    llama,
+    made,
+    output,
+    qwen3,
+    sharpened,
+)
+from tests.support.untouched import untouched
+from torch import nn
+
+import rankwise as rw
+from rankwise.compression import compress, save_compressed
+from rankwise.compression.heads_find import find, zeroed
+from rankwise.errors import CompressionError
+
+EPS = torch.finfo(torch.float32).eps
+BATCH = ids(2, 12)
+IMAGES = {"pixel_values": torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))}
+
+
+def vit() -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {name: size for name, size in SIZES.items() if name != "vocab_size"}
+    config = transformers.ViTConfig(image_size=16, patch_size=4, **sizes)
+    return sharpened(transformers.ViTModel(config))
+
+
+FAMILIES: dict[str, tuple[Make, float, dict[str, int]]] = {
+    # make, share to keep, and numbers in the new configuration
+    "llama": (partial(made, "Llama", **SIZES), 0.5, {"num_attention_heads": 2, "num_key_value_heads": 2}),
+    "qwen2": (
+        partial(made, "Qwen2", **SIZES, num_key_value_heads=2),
+        0.5,
+        {"num_attention_heads": 2, "num_key_value_heads": 1},
+    ),
+    "qwen3": (qwen3, 0.5, {"num_attention_heads": 2, "num_key_value_heads": 1}),
+    # 6 query heads for 2 key heads: half of the key heads would be too few
+    "queries": (
+        partial(made, "Qwen2", **SIZES | {"num_attention_heads": 6, "head_dim": 8}, num_key_value_heads=2),
+        0.6,
+        {"num_attention_heads": 4, "num_key_value_heads": 2},
+    ),
+    "one key head": (
+        partial(made, "Gemma", **ONE | {"num_hidden_layers": 2, "num_key_value_heads": 1, "head_dim": 16}),
+        0.5,
+        {"num_attention_heads": 2, "num_key_value_heads": 1},
+    ),
+    "vit": (vit, 0.75, {"num_attention_heads": 3}),
+}
+"""Each family is a decoder of its own class, except for the last, which reads images."""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_layer_loses_as_many_heads_and_computes_the_others(family: str) -> None:
+    make, keep, numbers = FAMILIES[family]
+    batch, data = (IMAGES, IMAGES) if family == "vit" else (BATCH, ids(8, 24))
+    model, original = make(), make()
+    done = compress(model, [data], keep=keep, parts="heads", uniform=True)
+    gone: dict[str, set[int]] = {}
+    for head in done.heads:
+        if not head.width:
+            gone.setdefault(head.site, set()).add(head.head)
+    config: Any = model.config
+    assert {name: getattr(config, name) for name in numbers} == numbers
+    heads = len(done.heads) // len(done.layers)
+    assert {len(each) for each in gone.values()} == {heads - numbers["num_attention_heads"]}
+    assert len(gone) == len(done.layers) == 2
+    # the reference: all heads of the original, with the removed heads at zero
+    layers, _ = find(original, batch)
+    plan = {layer.name: {head // layer.group for head in gone[layer.name]} for layer in layers}
+    if family == "queries":
+        shared = {layer.name: layer.heads // layer.value_heads for layer in layers}
+        for site, each in gone.items():  # each key head lost as many query heads
+            assert sorted(head // shared[site] for head in each) == [0, 1]
+        width = layers[0].value_width
+
+        def zero(module: nn.Module, args: Any, site: str) -> Any:
+            states = args[0].clone().unflatten(-1, (-1, width))
+            states[..., list(gone[site]), :] = 0
+            return (states.flatten(-2),)
+
+        for layer in layers:
+            output_layer = original.get_submodule(layer.output)
+            output_layer.register_forward_pre_hook(partial(zero, site=layer.name))
+        expected = output(original, batch)
+    else:
+        with zeroed(original, layers, plan):
+            expected = output(original, batch)
+    got = output(model, batch)
+    assert torch.allclose(got, expected, atol=1e3 * EPS * float(expected.abs().max()))
+
+
+FRESH = """
+import sys
+sys.modules["rankwise"] = None  # any import of it fails
+import torch, transformers
+for folder in sys.argv[1:]:
+    ids, expected = torch.load(f"{folder}/expected.pt")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, expected)
+    settings = dict(max_new_tokens=5, do_sample=False, pad_token_id=0)
+    cached, whole = (model.generate(ids, use_cache=cached, **settings) for cached in (True, False))
+    assert torch.equal(cached, whole)
+"""
+"""Program that loads plain checkpoints without Rankwise, and compares outputs and generation with a cache."""
+
+
+def test_a_process_without_rankwise_loads_the_folders(tmp_path: Path) -> None:
+    for family in ("llama", "queries", "one key head"):
+        make, keep, numbers = FAMILIES[family]
+        model = make()
+        done = compress(model, [ids(8, 24)], keep=keep, parts="heads", uniform=True)
+        folder = save_compressed(model, tmp_path / family.replace(" ", "-"), done)
+        config = json.loads((folder / "config.json").read_text())
+        assert config["head_dim"] == done.heads[0].before
+        assert numbers.items() <= config.items()
+        assert "quantization_config" not in config
+        assert "rankwise" not in json.dumps(config)
+        torch.save((BATCH["input_ids"], output(model, BATCH)), folder / "expected.pt")
+    command = [sys.executable, "-c", FRESH, *map(str, tmp_path.iterdir())]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_record_says_what_uniformity_costs() -> None:
+    """Both numbers are the loss of the smaller model minus the loss of the original, on held-out data."""
+    make, held_out = FAMILIES["llama"][0], [ids(8, 30, 1)]
+    model, free = make(), make()
+    done = compress(model, [ids(8, 30)], keep=0.5, parts="heads", uniform=True, held_out=held_out)
+    other = compress(free, [ids(8, 30)], keep=0.5, parts="heads", held_out=held_out)
+    assert sum(not head.width for head in done.heads) == sum(not head.width for head in other.heads) == 4
+    printed = [float(number) for number in re.findall(r"adds? (-?[\d.e-]+\d)", done.notes[0])]
+    measured = [record.loss_after - record.loss_before for record in (done, other)]
+    # printed with 4 digits; losses are float32 sums
+    assert printed == pytest.approx(measured, rel=1e-3, abs=16 * EPS * done.loss_before)
+
+
+def test_a_tolerance_bounds_the_largest_uniform_removal() -> None:
+    model, tolerance = made("Qwen2", **SIZES, num_key_value_heads=4), 0.02
+    data = [ids(8, 24) | {"labels": ids(8, 24, 5)["input_ids"]}]
+    done = compress(model, data, tolerance=tolerance, parts="heads", uniform=True)
+    assert (done.loss_after - done.loss_before) / done.loss_before <= tolerance + 1e-6
+    gone = [sum(not head.width for head in done.heads if head.layer == layer) for layer in (0, 1)]
+    assert gone[0] == gone[1] == 4 - model.config.num_attention_heads  # type: ignore[union-attr]
+
+
+def test_half_precision_is_removed_as_uniformly() -> None:
+    model = made("Qwen2", **SIZES, num_key_value_heads=2).bfloat16()
+    done = compress(model, [ids(8, 24)], keep=0.5, parts="heads", uniform=True)
+    assert (model.config.num_attention_heads, model.dtype) == (2, torch.bfloat16)  # type: ignore[union-attr]
+    assert done.parameters_after == sum(weight.numel() for weight in model.parameters())
+
+
+def test_uniform_heads_and_a_latent_cache_are_saved_together(tmp_path: Path) -> None:
+    model = FAMILIES["qwen2"][0]()
+    done = compress(model, [ids(8, 24)], keep={"heads": 0.5, "kv": 0.5}, uniform=True)
+    folder = save_compressed(model, tmp_path / "both", done)
+    assert json.loads((folder / "config.json").read_text())["num_attention_heads"] == 2
+    again = rw.load_compressed(folder)
+    assert torch.equal(output(again, BATCH), output(model, BATCH))
+
+
+NO_PLAIN = r"expected fewer heads in every layer.*Remove heads without `uniform`, or blocks"
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "said"),
+    [
+        (bert, {}, rf"(?s){NO_PLAIN}"),
+        (gpt2, {}, r"`embed_dim` must be divisible by num_heads"),
+        (
+            lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1).eval(),
+            {},
+            "its heads are not seen",
+        ),
+        (
+            partial(made, "Llama", **SIZES),
+            {"keep": 0.75},
+            r"hidden size \(32\) is not a multiple.*heads \(3\)",
+        ),
+        (llama, {"keep": 0.75}, r"no number of heads for `keep` 0.75 of 4. `keep` can be 0.5\."),
+        (llama, {"parts": "width"}, r"`uniform`: expected the part 'heads', which it is for, got width"),
+        (llama, {"parts": None}, r"`uniform`: expected the part 'heads'"),
+        (llama, {"parts": None, "keep": {"kv": 0.5}}, r"`uniform`: expected the part 'heads'.*got kv"),
+    ],
+)
+def test_what_no_configuration_describes_is_refused(make: Make, options: dict[str, Any], said: str) -> None:
+    model = make()
+    batch: Any = BATCH if hasattr(model, "config") else torch.randn(2, 5, 8)
+    with untouched(model, but="config"), pytest.raises(CompressionError, match=said):
+        compress(model, [batch], **{"keep": 0.5, "parts": "heads", "uniform": True} | options)
+
+
+def test_the_advice_of_a_refusal_works() -> None:
+    model = made("Llama", **SIZES)
+    with pytest.raises(CompressionError, match="`keep` can be") as refused:
+        compress(model, [ids(8, 24)], keep=0.75, parts="heads", uniform=True)
+    shares = re.search(r"`keep` can be ([\d. or]+)\. ", str(refused.value))
+    assert shares is not None
+    for share in shares.group(1).split(" or "):
+        copy = made("Llama", **SIZES)
+        compress(copy, [ids(8, 24)], keep=float(share), parts="heads", uniform=True)
+        assert copy.config.num_attention_heads == 4 * float(share)  # type: ignore[union-attr]
