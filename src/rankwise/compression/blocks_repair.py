@@ -1,4 +1,4 @@
-"""Repair a model without some blocks, without gradients: least squares of the linear layer before a gap."""
+"""Repair a model without some blocks, without gradients: least squares of the layers before a gap."""
 
 import copy
 from collections.abc import Set
@@ -19,97 +19,157 @@ from rankwise.tracing.projections import linear_parts
 
 RIDGE = 0.01
 """Share of the mean squared input of the layer that is added to the squares of each input."""
+Layers = dict[str, nn.Module]
+"""Modules by the name of the module that they replace."""
+Writer = tuple[str, str]
+"""Names of the last linear layer of a block, and of the norm that reads its output; "" if there is none."""
 
 
-def repair(job: Job, stacks: list[Stack], plan: Plan) -> dict[str, nn.Module]:
-    """Return new linear layers for the blocks before gaps, by the names of the layers that they replace.
+def repair(job: Job, stacks: list[Stack], plan: Plan) -> Layers:
+    """Return new layers for the blocks before gaps.
 
-    A layer is the last one of the block before a gap, if its output is only added to the states. With h its
-    input and d the state after the gap minus the state before the gap, it gets W + T, where T minimizes
-    Σ w‖T h − d‖² over the calibration tokens, with a ridge. As the norms of the next block divide states by
-    their lengths, w is 1/‖state after the gap‖². Cost: two passes over the calibration data per gap.
+    With h the input of the last linear layer of the block before a gap, and d the state after the gap minus
+    the state before the gap, the layer gets W + T, where T minimizes Σ w‖T h − d‖² over the calibration
+    tokens, with a ridge. Norms divide states by their lengths, so w is 1/‖state after the gap‖². If a norm
+    with gains g reads the output y of the layer, d is divided by g and h by the length of y, and the gains
+    are fitted after that. Cost: two passes over the calibration data per gap, five with a norm.
     Source: ReplaceMe (arXiv 2505.02819) fits a map of the output of this layer.
     """
-    model, layers = job.model, dict[str, nn.Module]()
+    model, layers = job.model, Layers()
     gone = frozenset(stack.block(number) for stack in stacks for number in plan.get(stack.name, ()))
+    batches = [
+        map_tensors(batch, lambda tensor: tensor.float() if tensor.dtype in HALF else tensor)
+        for batch in (to_device(batch, device_of(model)) for batch in job.batches)
+    ]
     for stack in stacks:
         removed = plan.get(stack.name, set())
         for number in (number for number in range(stack.size - 1) if number not in removed):
             after = next((end for end in range(number + 1, stack.size) if end not in removed), stack.size)
-            if after == number + 1:
-                continue
-            block, last = stack.block(number), stack.block(after - 1)
-            with Change(model, modules=layers), in_float32(model):
-                batches = [
-                    map_tensors(batch, lambda tensor: tensor.float() if tensor.dtype in HALF else tensor)
-                    for batch in (to_device(batch, device_of(model)) for batch in job.batches)
-                ]
-                layer = _last_linear(model, block, batches[0], gone)
-                if not layer:
-                    continue
-                bias, squares, products = model.get_submodule(layer).bias is not None, [], []
-                for batch in batches:
-                    target, _ = _states(model, batch, last, frozenset())
-                    state, inputs = _states(model, batch, block, gone, layer)
-                    rows = as_float64(F.pad(inputs, (0, 1), value=1.0) if bias else inputs)
-                    weighted = rows / as_float64(target).square().sum(1, keepdim=True).clamp_min(1e-300)
-                    squares.append(weighted.mT @ rows)
-                    products.append(weighted.mT @ as_float64(target - state))
-                total = torch.stack(squares).sum(0)
-                total.diagonal().add_(RIDGE * total.diagonal().mean())
-                added = torch.linalg.solve(total, torch.stack(products).sum(0)).mT
-            layers[layer] = copy.deepcopy(model.get_submodule(layer))
-            parts = linear_parts(layers[layer])
-            assert parts is not None
-            parts[0].data.add_(added[:, : parts[0].shape[1]])
-            if parts[1] is not None:
-                parts[1].data.add_(added[:, -1])
+            if after > number + 1:
+                with Change(model, modules=layers), in_float32(model):
+                    fitted = _fit(model, stack.block(number), stack.block(after - 1), gone, batches)
+                for name, module in fitted.items():
+                    layers[name] = module.to(next(model.get_submodule(name).parameters()).dtype)
     return layers
 
 
-def _last_linear(model: nn.Module, block: str, batch: Any, gone: Set[str]) -> str:
-    """Return the name of a block's last linear layer. Return "" if its output is not just added to states."""
+def _fit(model: nn.Module, block: str, last: str, gone: Set[str], batches: list[Any]) -> Layers:
+    """Return the layers of a block that are fitted to the states after block `last` of the whole model."""
+    writer = _writer(model, block, batches[0], gone)
+    if writer is None:
+        return {}
+    layers = {name: copy.deepcopy(model.get_submodule(name)) for name in writer if name}
+    linear, norm = layers[writer[0]], layers.get(writer[1])
+    parts, shift = linear_parts(linear), getattr(norm, "bias", None)
+    assert parts is not None
+    weight, bias = parts
+    offset = 0.0 if shift is None else as_float64(shift.detach())
+
+    def read(batch: Any) -> tuple[dict[str, Tensor], Tensor]:
+        """Return the rows of a block, with what the block should write, and the square root of w."""
+        target, rows = (
+            _rows(model, batch, last, frozenset())["state"],
+            _rows(model, batch, block, gone, writer),
+        )
+        return rows | {"wanted": target - rows["state"]}, 1 / target.norm(dim=1, keepdim=True)
+
+    sums = list[list[Tensor]]()
+    for batch in batches:
+        rows, scale = read(batch)
+        inputs = rows["inputs"] if bias is None else F.pad(rows["inputs"], (0, 1), value=1.0)
+        above = below = torch.ones_like(rows["state"][0])
+        if norm is not None:
+            middle = rows["middle"]
+            centered = middle - middle.mean(1, keepdim=True) if isinstance(norm, nn.LayerNorm) else middle
+            length = centered.square().mean(1, keepdim=True).sqrt()
+            inputs, normal = inputs / length, centered / length * scale
+            above, below = ((rows["written"] - offset) * scale * normal).sum(0), normal.square().sum(0)
+        inputs = inputs * scale
+        sums.append([inputs.mT @ inputs, inputs.mT @ (rows["wanted"] * scale), above, below])
+    squares, products, above, below = (torch.stack(terms).sum(0) for terms in zip(*sums, strict=True))
+    gain = above / below
+    squares.diagonal().add_(RIDGE * squares.diagonal().mean())
+    unread = gain.abs() < RIDGE * gain.abs().mean()
+    added = torch.linalg.solve(squares, products / gain).masked_fill(unread, 0.0).mT
+    weight.data.add_(added[:, : weight.shape[1]])
+    if bias is not None:
+        bias.data.add_(added[:, -1])
+    if norm is None:
+        return layers
+    above = below = torch.zeros_like(gain)
+    for batch in batches:
+        rows, scale = read(batch)
+        with Change(model, modules={writer[0]: linear}):
+            new = (_rows(model, batch, block, gone, writer)["written"] - offset) * scale
+        above = above + ((rows["wanted"] + rows["written"] - offset) * scale * new).sum(0)
+        below = below + new.square().sum(0)
+    gains: Any = norm.weight
+    one = (gain - as_float64(gains.detach())).mean().round()  # 1 if the norm multiplies by 1 + weight
+    gains.data.copy_(above / below * (as_float64(gains.detach()) + one) - one)
+    return layers
+
+
+def _writer(model: nn.Module, block: str, batch: Any, gone: Set[str]) -> Writer | None:
+    """Return the layers whose output is only added to states. Return None if a trial finds no such layers."""
     called: list[str] = []
-    names = [
+    leaves = [
         f"{block}.{name}"
         for name, module in model.get_submodule(block).named_modules()
-        if linear_parts(module) is not None
+        if not any(module.children()) and isinstance(getattr(module, "weight", None), Tensor)
     ]
-    hooks = [AddedHook(name, "after", lambda *_, name=name: called.append(name)) for name in names]
+    hooks = [AddedHook(name, "after", lambda *_, name=name: called.append(name)) for name in leaves]
     with torch.no_grad(), Change(model, hooks=hooks):
         run_model(model, batch)
-    if not called:
-        return ""
-    layer = copy.deepcopy(model.get_submodule(called[-1]))
+    last = next((name for name in reversed(called) if linear_parts(model.get_submodule(name))), "")
+    norms = called[called.index(last) + 1 :] if last else []
+    if not last or called.count(last) > 1 or len(norms) > 1:
+        return None
+    writer = last, "".join(norms)
+    before, layer = _rows(model, batch, block, gone, writer), copy.deepcopy(model.get_submodule(last))
     parts = linear_parts(layer)
     assert parts is not None
-    state, inputs = _states(model, batch, block, gone, called[-1])
-    before = inputs @ parts[0].detach().mT
-    parts[0].data.mul_(1.5)
-    with Change(model, modules={called[-1]: layer}):
-        after, _ = _states(model, batch, block, gone)
-    exact = before.shape == state.shape and relative_error(2 * (after - state), before) <= 1e-3
-    return called[-1] if exact else ""
+    expected = before["inputs"] @ as_float64(parts[0].detach()).mT
+    expected[:, ::2] = 0.0
+    parts[0].data[1::2] *= 2
+    with Change(model, modules={last: layer}):
+        after = _rows(model, batch, block, gone, writer)
+    changes = {key: after[key] - before[key] for key in before}
+    if expected.shape != changes["state"].shape:
+        return None
+    exact = relative_error(changes["middle"], expected) <= 1e-3
+    return writer if exact and relative_error(changes["state"], changes["written"]) <= 1e-3 else None
 
 
-def _states(
-    model: nn.Module, batch: Any, block: str, gone: Set[str], layer: str = ""
-) -> tuple[Tensor, Tensor]:
-    """Return the states after a block, and the inputs of a layer, of the real tokens, without some blocks."""
-    states, inputs = list[CapturedState](), list[Tensor]()
+def _rows(
+    model: nn.Module, batch: Any, block: str, gone: Set[str], writer: Writer = ("", "")
+) -> dict[str, Tensor]:
+    """Return the states after a block of a pass without some blocks, in float64, real tokens only.
+
+    With a writer, also return the inputs and the outputs of its layers: ``middle`` is the input of the norm.
+    """
+    states: list[CapturedState] = []
+    seen: dict[str, Tensor] = {}
 
     def note(state: CapturedState) -> None:
         if state.layer > 0 and state.name == block:
             states.append(state)
 
-    hooks = [AddedHook(layer, "before", lambda module, args, kwargs: inputs.append(args[0]))] if layer else []
-    removal = Removal({}, gone)
+    def keep(key: str, value: Tensor) -> None:
+        seen[key] = value
+
+    linear, norm = writer
+    hooks = [
+        AddedHook(linear, "before", lambda _, args, kwargs: keep("inputs", args[0])),
+        AddedHook(linear, "after", lambda _, args, kwargs, output: keep("middle", output)),
+        AddedHook(norm or linear, "after", lambda _, args, kwargs, output: keep("written", output)),
+        AddedHook(norm, "before", lambda _, args, kwargs: keep("middle", args[0])),
+    ]
+    hooks, removal = [hook for hook in hooks if hook.module], Removal({}, gone)
     with torch.no_grad(), Change(model, hooks=hooks), capture(model, on_state=note, intervention=removal):
         run_model(model, batch)
-    mask = states[0].mask
-
-    def real(tokens: Tensor) -> Tensor:
-        fits = mask is not None and tokens.shape[:2] == mask.shape
-        return tokens[mask] if fits else tokens.flatten(0, -2)
-
-    return real(states[0].tokens), real(inputs[0] if inputs else states[0].tokens)
+    seen["state"], mask = states[0].tokens, states[0].mask
+    masked = {key for key, values in seen.items() if mask is not None and values.shape[:2] == mask.shape}
+    return {
+        key: as_float64(values[mask] if key in masked else values.flatten(0, -2))
+        for key, values in seen.items()
+    }

@@ -11,6 +11,8 @@ from rankwise._internals.statistics import mean
 
 CACHE_TOKENS = 4096
 """Number of tokens of the sequence to whose cache a share to keep refers, if the model reads as many."""
+KEPT_KEY_BYTES = 2**21
+"""Bytes of decoded keys that a cache of latents keeps per layer. All other keys are decoded at each step."""
 
 
 class HeadWidth(Record):

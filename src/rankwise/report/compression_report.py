@@ -8,6 +8,7 @@ from rankwise._internals.records import MISSING, format_number
 from rankwise._internals.statistics import mean
 from rankwise.auditing.records import Verdict
 from rankwise.compression.records import (
+    KEPT_KEY_BYTES,
     PAYS_COST,
     PAYS_SIZE,
     Compression,
@@ -68,7 +69,8 @@ def _headline(record: Compression, removed: list[HeadWidth], narrowed: list[Head
         rank = mean(latent.rank for latent in record.latents)
         channels = mean(latent.channels for latent in record.latents)
         latents = f"latents of {rank:.0f} channels on average, instead of {channels:.0f}"
-        words.append(f"keys and values are computed from {latents}")
+        slower = f"slower steps once keys exceed {KEPT_KEY_BYTES / 2**20:.0f} MB per layer"
+        words.append(f"keys and values are computed from {latents} ({slower})")
     done = "; ".join(words)
     worst = record.worst
     cost = f"relative error of the output {format_number(worst.output_error, 4)}"
