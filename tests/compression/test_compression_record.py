@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.support.documents import compression_document
@@ -14,7 +15,6 @@ from rankwise.compression import (
     LayerCost,
     WindowCost,
 )
-from rankwise.report.document import Table
 
 RECORD = Compression(
     model="m", parts=["heads"], sequences=1, tokens=2, measured_on="held-out data", heads=[],
@@ -41,7 +41,7 @@ def test_widths_are_listed_by_the_original_numbers_of_heads() -> None:
     assert layers.rows[0][:3] == ["0", "– 3", "3.0"]
 
 
-def table(title: str, **fields: object) -> Table:
+def table(title: str, **fields: object) -> Any:
     tables = compression_document(RECORD.model_copy(update=fields)).sections[0].tables
     return next(table for table in tables if table.title == title)
 

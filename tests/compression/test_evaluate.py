@@ -7,12 +7,12 @@ import pytest
 import torch
 import transformers
 from tests.compression.compression_cases import BART, SIZES, bert, gpt2, ids, made, opt
+from tests.support.documents import compression_document
 from tests.support.modules import Attention
 from torch import nn
 
 import rankwise as rw
 from rankwise.cli.load_model import demo_model, demo_text
-from rankwise.report.compression_report import compression_document
 
 
 def test_without_labels_and_logits_no_loss_and_no_output_kl_is_measured() -> None:

@@ -9,11 +9,11 @@ from tests.support.records import NASTY, nasty, only_nan
 
 from rankwise.auditing import Audit, History
 from rankwise.auditing.comparison import compare_two
-from rankwise.compression import Compression
+from rankwise.compression import Compression, Preview
 from rankwise.plan import HeadDimPlan, TrainedWidth
 from rankwise.report.audit_report import audit_document
 from rankwise.report.comparison_report import comparison_document, history_document
-from rankwise.report.compression_report import compression_document
+from rankwise.report.compression_report import compression_document, preview_document
 from rankwise.report.document import Cell as Cell
 from rankwise.report.document import Document
 from rankwise.report.document import Figure as Figure
@@ -61,6 +61,8 @@ def nasty_record(kind: type[BaseModel], **values: Any) -> Any:
         elif item is not None:
             is_record = isinstance(item, type) and issubclass(item, BaseModel)
             values[name] = [nasty_record(item) if is_record else NASTY]
+        elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            values[name] = nasty_record(annotation)
         elif "bool" in text:
             values[name] = None if "None" in text else False
         else:
@@ -80,6 +82,7 @@ DOCUMENTS: dict[str, Callable[[], Document]] = {
     "compression": lambda: compression_document(
         nasty_record(Compression, timed="decoding step after 9 tokens")
     ),
+    "preview": lambda: preview_document(nasty_record(Preview)),
     "certificate": nasty_certificate,
 }
-"""The six kinds, with names that would escape and numbers that are not finite."""
+"""The seven kinds, with names that would escape and numbers that are not finite."""
