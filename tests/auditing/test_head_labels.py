@@ -44,7 +44,7 @@ def rows_to(columns: dict[int, int]) -> np.ndarray:
 def test_heads_made_by_hand_get_their_labels() -> None:
     previous = rows_to({row: row - 1 for row in range(1, T)})
     induction = rows_to({row: row - 5 for row in range(6, T)})  # the token after the same token, 6 before
-    decay = np.tril(0.75 ** (np.arange(T)[:, None] - np.arange(T)).clip(0))
+    decay = 0.4 * np.tril(0.75 ** (np.arange(T)[:, None] - np.arange(T)).clip(0))
     sink = rows_to({})
     rows = labels(previous, induction, decay, sink, CAUSAL)
     assert [row["label"] for row in rows] == ["previous_token", "induction", "positional", "", ""]
@@ -72,7 +72,7 @@ def test_induction_needs_a_repeated_token_and_tokens() -> None:
 
 def test_maps_of_long_sequences_and_no_maps_are_refused() -> None:
     whole = records.encoder()
-    with pytest.raises(InputError, match=r"at most 128 tokens.*attention_maps='all'"):
+    with pytest.raises(InputError, match=r"at most 128 tokens, got none.*attention_maps='all'"):
         whole.model_copy(update={"heads": [records.head()]}).head_labels()
     averaged = AttentionMap.of(np.ones((4, 4), np.float32), 8, 8)
     with pytest.raises(InputError, match=r"`Audit\.head_labels`"):

@@ -5,11 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from tests.compression.compression_cases import BART, SIZES, bert, gpt2, ids, made, opt
 from tests.support.modules import Attention
 from torch import nn
 
 import rankwise as rw
+from rankwise.cli.load_model import demo_model, demo_text
+from rankwise.report.compression_report import compression_document
 
 
 def test_without_labels_and_logits_no_loss_and_no_output_kl_is_measured() -> None:
@@ -18,8 +21,10 @@ def test_without_labels_and_logits_no_loss_and_no_output_kl_is_measured() -> Non
     assert math.isnan(done.output_kl)
 
 
-@pytest.mark.parametrize("reverse", [False, True])
-def test_costs_of_each_length_are_those_of_plain_passes(reverse: bool) -> None:
+@pytest.mark.parametrize(
+    ("keep", "reverse"), [({"kv": 0.4}, False), ({"width": 0.5}, True), ({"heads": 0.5}, False)]
+)
+def test_costs_of_each_length_are_those_of_plain_passes(keep: dict[str, float], reverse: bool) -> None:
     """Losses, their spread, KL and errors of the first token and of the others, in any order of batches."""
     batches = [ids(10, 12, 1), ids(3, 12, 2), ids(9, 12, 3), ids(3, 40, 4), ids(2, 38, 5)]
     for batch in batches:
@@ -27,7 +32,7 @@ def test_costs_of_each_length_are_those_of_plain_passes(reverse: bool) -> None:
         batch["attention_mask"][0, 9:] = 0
     batches = batches[::-1] if reverse else batches
     model, original = gpt2(), gpt2()
-    done = rw.compress(model, [ids(8, 30)], keep=0.5, held_out=batches)
+    done = rw.compress(model, [ids(8, 30)], keep=keep, held_out=batches)
     assert [(cost.tokens, cost.windows) for cost in done.costs] == [(12, 22), (40, 5)]
     assert done.worst in done.costs
     for cost in done.costs:
@@ -59,6 +64,28 @@ def test_costs_of_each_length_are_those_of_plain_passes(reverse: bool) -> None:
         assert cost.output_error == pytest.approx(
             float((squares[0].sum() / squares[1].sum()).sqrt()), rel=1e-5
         )
+
+
+@pytest.mark.parametrize("keep", [{"kv": 0.25}, {"width": 0.5}, {"heads": 0.9}])
+def test_the_printed_cost_of_the_demo_is_that_of_a_loop_by_hand(keep: dict[str, float]) -> None:
+    """Within twice the spread on held-out windows of the demo's text, and within rounding of the print."""
+    model, original = (
+        transformers.AutoModelForCausalLM.from_pretrained(demo_model()).eval() for _ in range(2)
+    )
+    tokens = torch.tensor([byte + 3 for byte in demo_text().read_bytes()[: 12 * 256]]).view(12, 256)
+    held_out = [{"input_ids": tokens[8:]}, {"input_ids": tokens[8:, :64]}]
+    done = rw.compress(model, [{"input_ids": tokens[:8]}], keep=keep, held_out=held_out)
+    printed = compression_document(done).sections[0].tables[0]
+    for row, batch in zip(printed.rows, reversed(held_out), strict=True):
+        added = []
+        for text in batch["input_ids"]:
+            with torch.no_grad():
+                losses = [m(input_ids=text[None], labels=text[None]).loss for m in (original, model)]
+            added.append(float(losses[1] - losses[0]))
+        cells = dict(zip(printed.columns, row, strict=True))
+        by_hand, spread = sum(added) / len(added), float(torch.tensor(added).std()) / len(added) ** 0.5
+        assert float(cells["loss added"]) == pytest.approx(by_hand, abs=min(2 * spread, 6e-5))
+        assert float(cells["±"]) == pytest.approx(spread, abs=6e-5)
 
 
 def test_one_window_has_no_spread_and_a_cost_below_its_spread_is_noted() -> None:

@@ -25,6 +25,7 @@ from tests.compression.compression_cases import (
     llama,
     opt,
     output,
+    phi3,
     smollm3,
 )
 from tests.compression.test_heads import decided, own_words
@@ -45,6 +46,7 @@ FOUND: dict[str, tuple[dict[str, float], dict[str, Make]]] = {
     "kv": ({"kv": 0.4}, CACHED),
     "blocks": ({"blocks": 0.5}, {"gpt2": gpt2, "bert": bert, "llama": ROTARY["llama"], "opt": opt}),
     "heads": ({"heads": 0.5}, WITH_HEADS),
+    "key-heads": ({"key-heads": 0.5}, {"llama": llama, "phi3": functools.partial(phi3, 4)}),
     "width and kv": (
         {"width": 0.5, "kv": 0.5},
         {**DECODERS, "llama": ROTARY["llama"], "neox": ROTARY["neox"]},
@@ -59,6 +61,8 @@ PARTS = rw.compression.PARTS
 SINGLE = [(part, FIRST[part]) for part in PARTS]
 """Each part, which requires a row of `FOUND`, with its first decoder."""
 SOME = [*SINGLE, ("width", "llama"), ("width and kv", "gpt2")]
+PLAIN_PARTS = ("blocks", "heads", "key-heads")
+"""Parts that insert no modules of Rankwise."""
 NARROWED = ("gpt2", "llama")
 """Families without and with rotary positions."""
 
@@ -89,11 +93,13 @@ def own_modules(model: nn.Module) -> list[nn.Module]:
 
 def widths(done: Compression) -> list[int]:
     numbers = [head.width for head in done.heads] + [latent.rank for latent in done.latents]
+    numbers += [head for layer in done.merged for heads in layer.groups for head in heads]
     return numbers + [block.step for block in done.blocks]
 
 
 def costs(done: Compression) -> list[float]:
     numbers = [head.kl for head in done.heads] + [latent.output_kl for latent in done.latents]
+    numbers += [error for layer in done.merged for error in (layer.key_error, layer.value_error)]
     return numbers + [block.cost for block in done.blocks]
 
 
@@ -318,7 +324,7 @@ def test_compressed_models_are_trained_and_audited(part: str, family: str) -> No
     model.train()
     model(**BATCH, labels=BATCH["input_ids"]).loss.backward()
     inserted = [weight for one in own_modules(model) for weight in one.parameters()]
-    assert bool(inserted) == (part not in ("blocks", "heads"))
+    assert bool(inserted) == (part not in PLAIN_PARTS)
     for weight in inserted or model.parameters():
         assert weight.grad is not None
         assert bool(weight.grad.any()) or weight.dim() < 2
@@ -359,7 +365,9 @@ def test_too_little_text_is_refused(part: str, make: Make) -> None:
         rw.compress(make(), [ids(1, 3)], keep={part: 0.5})
 
 
-@pytest.mark.parametrize(("part", "family"), [case for case in SOME if case[0] != "blocks"])
+@pytest.mark.parametrize(
+    ("part", "family"), [case for case in SOME if case[0] not in ("blocks", "key-heads")]
+)
 def test_a_compressed_model_is_not_compressed_again(part: str, family: str) -> None:
     model = copy.deepcopy(compressed(part, family).model)
     with pytest.raises(CompressionError, match="not compressed yet"):

@@ -95,6 +95,27 @@ def test_the_simulated_error_is_that_of_a_public_quantized_cache(backend: str) -
     assert 0.5 < errors[0] / errors[1] < 2
 
 
+@pytest.mark.parametrize("make", [llama, windowed])
+def test_the_printed_generation_runs_and_is_not_printed_where_it_is_refused(make: Any) -> None:
+    pytest.importorskip("hqq")
+    model: Any = make()
+    done = preview(model, **DATA, parts="width")
+    done = done.model_copy(update={"rows": [row for row in done.rows if not row.part]})
+    [best] = {done.recommended("memory")}
+    assert best is not None
+    document = preview_document(done)
+    code = document.sections[-1].code
+    options = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    if make is windowed:
+        assert code.startswith(f"# {best.bits}-bit keys and values: QuantizedCache")
+        with pytest.raises(ValueError, match="only full attention layers"):
+            model.generate(ids(2, 9)["input_ids"], cache_implementation="quantized", **options)
+    else:
+        code = code.replace("(ids, ", "(ids, **options, ")
+        texts = eval(code, {"model": model, "ids": ids(4, 16)["input_ids"], "options": options})
+        assert texts.shape == (4, 19)  # groups of 64 numbers must fit
+
+
 # --- rows -----------------------------------------------------------------------------------------------
 
 
@@ -143,6 +164,7 @@ def test_what_a_model_does_not_allow_is_a_row_with_the_reason(monkeypatch: pytes
     assert not any(row.bits for row in done.rows)
     assert math.isnan(done.rows[0].cost.loss_before)
     assert done.rows[0].cost.output_error > 0
+    assert "of the cache" not in preview_document(done).verdict.sentence  # an encoder has none
     cache = {**ids(8, 30), "past_key_values": DynamicCache()}
     [row, *_] = preview(gpt2(), [cache], parts="heads").rows
     assert "the batch: expected no cache, got a DynamicCache. Leave it out" in row.refused
@@ -195,7 +217,8 @@ def test_the_first_line_recommends_the_least_of_what_pays() -> None:
         "Nothing pays for fewer parameters or for speed."
     )
     assert (
-        "Nothing pays: no way adds" in preview_document(rows_of(("kv", 0.03, 40, 98, 2.0))).verdict.sentence
+        "Nothing pays: no way costs at most 1% loss"
+        in preview_document(rows_of(("kv", 0.03, 40, 98, 2.0))).verdict.sentence
     )
 
 

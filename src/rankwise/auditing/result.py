@@ -171,12 +171,6 @@ class Audit(SavedRecord):
         Raises:
             InputError: if the measure is unknown or was not measured, ``stack`` is not a stack, or a layer of
                 the stack has several mixers.
-
-        Examples:
-            >>> import torch, rankwise as rw
-            >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
-            >>> rw.audit(layer, [torch.randn(1, 5, 8)]).to_tensor("effective_rank").shape
-            torch.Size([1, 2])
         """
         return report_package().head_tensor(self, measure, stack)
 
@@ -200,7 +194,7 @@ class Audit(SavedRecord):
         Raises:
             InputError: if no head has such a map.
         """
-        return list(head_labels(self.heads, self.texts))
+        return head_labels(self.heads, self.texts)
 
     def head(self, layer: int, head: int, *, stack: str | None = None, site: str | None = None) -> HeadRecord:
         """Return the record of one head, by the indices of its layer and of the head in the layer, from 0.

@@ -52,8 +52,8 @@ def command(
         list[str] | None,
         typer.Option(
             help="Largest cost, instead of --keep, for all parts or one part (width=0.01): KL of the "
-            "attention in nats for width, KL of the outputs in nats for kv, share of the loss for blocks and "
-            "heads."
+            "attention in nats for width, KL of the outputs in nats for kv, share of the loss for blocks, "
+            "heads and key-heads."
         ),
     ] = None,
     parts: Annotated[

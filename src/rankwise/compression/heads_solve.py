@@ -183,7 +183,7 @@ def _levels(job: Job, layers: list[HeadProjections]) -> list[tuple[list[HeadProj
         raise CompressionError(
             f"model {type(model).__name__}",
             expected="fewer heads in every layer, in a configuration from which its class builds the model",
-            got=reasons[-1] if reasons else f"no number of heads for `keep` {job.keep:g} of {heads}",
+            got=reasons[0] if reasons else f"no number of heads for `keep` {job.keep:g} of {heads}",
             fix=f"{possible if shares else 'Remove heads without `uniform`, or blocks'}. The model is "
             "unchanged.",
         )

@@ -171,19 +171,15 @@ def merging(model: nn.Module, plan: dict[KeyHeads, list[Merge]]) -> Change:
         query, key, value = sides
         for new, merge in enumerate(merges):
             for side, factors in ((key, merge.key), (value, merge.value)):
-                old = [
-                    (side.channels[head], factor) for head, factor in zip(merge.heads, factors, strict=True)
-                ]
+                old = [*zip(side.channels[merge.heads], factors, strict=True)]
                 rows.setdefault(side.module, []).append((side.channels[new], old))
             for place, head in enumerate(merge.heads):
                 for member in range(layer.group):
-                    at = (new * len(merge.heads) + place) * layer.group + member
-                    old_head = head * layer.group + member
-                    before, after = query.channels[old_head], query.channels[at]
+                    heads = [head * layer.group + member]  # the query head, before and after the sort
+                    heads.append((new * len(merge.heads) + place) * layer.group + member)
+                    before, after = query.channels[heads]
                     rows.setdefault(query.module, []).append((after, [(before, merge.query[place])]))
-                    columns.append(
-                        (layer.output.channels[old_head], layer.output.channels[at], merge.output[place])
-                    )
+                    columns.append((*layer.output.channels[heads], merge.output[place]))
         gone = {side.module: set[int]() for side in sides}
         for side in (key, value):
             gone[side.module] |= set(side.channels[len(merges) :].flatten().tolist())

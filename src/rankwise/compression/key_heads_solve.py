@@ -63,9 +63,7 @@ def solve(job: Job) -> Solution:
                 break
         chosen = change, plan
     if chosen is None:
-        return Solution(
-            Change(job.model), skipped=skipped, notes=["Key heads: none can be merged at the tolerance."]
-        )
+        return Solution(Change(job.model), skipped=skipped, notes=["Key heads: none merged."])
     change, plan = chosen
     with change:
         check_plain(job.model, to_device(first_sequences(job.batches[0], 2), device_of(job.model)))
@@ -80,16 +78,14 @@ def solve(job: Job) -> Solution:
         )
         for layer, merges in plan.items()
     ]
-    count = len(records[0].groups)
+    count, total = len(records[0].groups), layers[0].count
     return Solution(
         change,
         merged=records,
         key_heads={record.site: [heads[0] for heads in record.groups] for record in records},
         kl={record.site: math.nan for record in records},
         skipped=skipped,
-        notes=[
-            f"Key heads: {count} of {layers[0].count} remain in every layer ({count / layers[0].count:.3g})."
-        ],
+        notes=[f"Key heads: {count} of {total} remain in every layer, a share of {count / total:.3g}."],
     )
 
 
@@ -188,9 +184,8 @@ class HeadMoments:
         pairs = torch.zeros(total, total, dtype=torch.float64)
         for pair in combinations(range(total), 2) if count > 1 else ():
             merged = [self.merge([*pair])]
-            pairs[pair] = pairs[pair[::-1]] = (
-                self.error("key", merged) ** 2 + self.error("value", merged) ** 2
-            )
+            errors = [self.error(what, merged) for what in ("key", "value")]
+            pairs[pair] = pairs[pair[::-1]] = sum(error**2 for error in errors)
         groups = [[*range(first, first + size)] for first in range(0, total, size)]
 
         def cost(groups: Sequence[list[int]]) -> float:
@@ -261,9 +256,8 @@ def _collect(job: Job, layers: list[KeyHeads]) -> dict[str, HeadMoments]:
         moments[layer.name] = HeadMoments(layer, as_float64(weight.detach()).cpu())
         names |= {side.module for side in (layer.query_key.query, layer.query_key.key, layer.value)}
     for count, batch in enumerate(_on_device(job)):
-        job.on_progress(
-            f"keys and values of batch {count + 1} of {len(job.batches)}", count / len(job.batches)
-        )
+        step = f"keys and values of batch {count + 1} of {len(job.batches)}"
+        job.on_progress(step, count / len(job.batches))
         with record_calls(job.model, names) as calls, torch.no_grad():
             run_model(job.model, batch)
         outputs = {call.name: call.output for call in calls}
@@ -305,6 +299,6 @@ def _fit_outputs(job: Job, layers: list[KeyHeads], change: Change) -> None:
     for name, (square, cross) in sums.items():
         ridge = OUTPUT_RIDGE * square.diagonal().mean()
         step = torch.linalg.solve(square + ridge * torch.eye(len(square)).to(square), cross)
-        module = change.modules[name]
+        weight: Any = change.modules[name].weight
         with torch.no_grad():
-            module.weight.copy_(as_float64(module.weight) + step.mT)
+            weight.copy_(as_float64(weight) + step.mT)

@@ -18,6 +18,7 @@ from rankwise._internals.batches import map_tensors
 from rankwise._internals.forward import AddedHook, Change
 from rankwise._internals.rotary import PAIRINGS, RopeLayout, apply_rope, per_pair
 from rankwise._internals.torch_private import in_function_mode
+from rankwise.compression.records import KEPT_KEY_BYTES
 from rankwise.compression.width_modules import (
     ReplacedLinear,
     Runs,
@@ -36,8 +37,6 @@ RECORD = "_latent_layer"
 """Name of the attribute that keeps the `LatentLayer` record of an attention layer."""
 BLOCK = 2**17
 """Numbers of the keys that are decoded at once, so that they stay in the cache of a processor."""
-KEPT_BYTES = 2**21
-"""Bytes of decoded keys that the cache of a layer keeps. All other keys are decoded at each step."""
 SHAPES = {
     *(getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device")), Tensor.size, Tensor.dim
 }  # fmt: skip
@@ -113,7 +112,7 @@ class LatentState:
     positions: Tensor | None
     tokens: Tensor | None
     latent: Tensor | None
-    kept_bytes = KEPT_BYTES
+    kept_bytes = KEPT_KEY_BYTES
     """Bytes of decoded keys that each cache of this layer keeps at most."""
 
     def __init__(self, layer: LatentLayer, norm: nn.Module | None, rotary: nn.Module | None) -> None:
@@ -475,7 +474,7 @@ def latent_change(
     model: nn.Module,
     layers: Sequence[LatentLayer],
     factors: Sequence[tuple[Tensor, Tensor]],
-    kept_bytes: int = KEPT_BYTES,
+    kept_bytes: int = KEPT_KEY_BYTES,
 ) -> Change:
     """Return one change for all layers from factors `down` (r, D) and `up` (N, r).
 

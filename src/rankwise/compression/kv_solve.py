@@ -53,10 +53,11 @@ def solve(job: Job) -> Solution:
     if "spectra" not in job.kept:
         moments = collect_moments(job.model, layers, job.batches, job.seed, job.on_progress)
         check_tokens(moments[0].count, max(layer.rank for layer in layers))
-        job.kept["spectra"] = []
-        for done, (layer, moment) in enumerate(zip(layers, moments, strict=True)):
-            job.on_progress(f"factoring keys and values of {layer.module}", done / len(layers))
-            job.kept["spectra"].append(weighted_svd(moment.weight, moment.tokens, moment.gradients))
+        svds: list[WeightedSVD] = []
+        for layer, moment in zip(layers, moments, strict=True):
+            job.on_progress(f"factoring keys and values of {layer.module}", len(svds) / len(layers))
+            svds.append(weighted_svd(moment.weight, moment.tokens, moment.gradients))
+        job.kept["spectra"] = svds
     spectra: list[WeightedSVD] = job.kept["spectra"]
     nats = [spectrum.nats for spectrum in spectra]
     if room is not None:
@@ -100,6 +101,19 @@ class SecondMoments:
     count: int = 0
     """Number of tokens."""
 
+    def add(self, x: Float64[Tensor, "T D"], g: Float64[Tensor, "T N"]) -> None:
+        """Add tokens and their gradients."""
+        size_x, size_g = (values.square().sum(1, keepdim=True) for values in (x, g))
+        self.tokens += ((size_g * x).mT @ x).cpu()
+        self.gradients += ((size_x * g).mT @ g).cpu()
+        self.sizes += float((size_x * size_g).sum())
+        self.count += x.shape[0]
+
+    def finish(self) -> None:
+        """Turn sums into means: tr A · tr G becomes the mean of ‖x‖²‖g‖²."""
+        scale = math.sqrt(max(self.sizes * self.count, 1e-300))
+        self.tokens, self.gradients = self.tokens / scale, self.gradients / scale
+
 
 def collect_moments(
     model: nn.Module, layers: list[LatentLayer], batches: list[Any], seed: int, on_progress: Progress
@@ -124,9 +138,7 @@ def collect_moments(
         for parameter in trained:
             parameter.requires_grad_(True)
     for moment in moments:
-        scale = math.sqrt(max(moment.sizes * moment.count, 1e-300))
-        moment.tokens /= scale
-        moment.gradients /= scale
+        moment.finish()
     return moments
 
 
@@ -152,12 +164,7 @@ def _add_batch(
         x = inputs[layer.projections[0][0]].reshape(real.numel(), -1)[real.flatten()]
         pieces = [gradients[name].reshape(real.numel(), -1)[:, rows] for name, rows in layer.projections]
         g = torch.cat(pieces, -1)[real.flatten()]
-        x, g = as_float64(x), as_float64(g)
-        size_x, size_g = (values.square().sum(1, keepdim=True) for values in (x, g))
-        moment.tokens += ((size_g * x).mT @ x).cpu()
-        moment.gradients += ((size_x * g).mT @ g).cpu()
-        moment.sizes += float((size_x * size_g).sum())
-        moment.count += x.shape[0]
+        moment.add(as_float64(x), as_float64(g))
 
 
 def _differentiable(_module: nn.Module, _args: Any, _kwargs: Any, output: Tensor) -> Tensor:

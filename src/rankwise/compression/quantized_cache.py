@@ -59,7 +59,7 @@ def quantized_cache(model: nn.Module, bits: int) -> Change:
         caches[:] = [DynamicCache(config=model.config)]
         for layer in caches[0].layers:
             if isinstance(layer, DynamicLayer):
-                layer.update = partial(_update, layer.update, bits)
+                layer.update = partial(quantized_update, layer.update, bits)
         return args, {**kwargs, "past_key_values": caches[0], "use_cache": True}
 
     def check(*_: Any) -> None:
@@ -69,7 +69,8 @@ def quantized_cache(model: nn.Module, bits: int) -> Change:
     return Change(model, hooks=[AddedHook("", "before", fill), AddedHook("", "after", check)])
 
 
-def _update(update: Any, bits: int, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> Any:
+def quantized_update(update: Any, bits: int, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Call ``update`` of a cache layer with rounded keys and values."""
     by_token = quantize(values.transpose(1, 2).flatten(2), bits, dim=2)
     values = by_token.unflatten(2, (values.shape[1], -1)).transpose(1, 2)
     return update(quantize(keys, bits, dim=2), values, *args, **kwargs)

@@ -11,6 +11,8 @@ from rankwise._internals.statistics import mean
 
 CACHE_TOKENS = 4096
 """Number of tokens of the sequence to whose cache a share to keep refers, if the model reads as many."""
+KEPT_KEY_BYTES = 2**21
+"""Bytes of decoded keys that a cache of latents keeps per layer. All other keys are decoded at each step."""
 
 
 class HeadWidth(Record):
@@ -141,7 +143,8 @@ class PreviewRow(Record):
     parameters: int = 0
     cache_bytes: int = 0
     time: Number = math.nan
-    """Time of a decoding step, or of a pass, relative to the original. NaN if it was not measured."""
+    """Time of a decoding step or of a pass, relative to the original. On the CPU, processor time. NaN if it
+    was not measured."""
     refused: str = ""
 
     @property
@@ -162,6 +165,8 @@ class Preview(Record):
     """Parameters of the original."""
     cache_bytes: int
     """Bytes of the cache of the original. 0 without a cache."""
+    windowed: bool = False
+    """True if a layer keeps a window. `QuantizedCache` of transformers refuses such models."""
     rows: list[PreviewRow] = Field(default_factory=list)
 
     def recommended(self, purpose: Literal["memory", "size", "speed"]) -> PreviewRow | None:
@@ -178,7 +183,7 @@ class Preview(Record):
             row
             for row in self.rows
             if not row.refused and not (row.part and row.bits)
-            if row.relative_cost <= PAYS_COST and size(row) <= PAYS_SIZE * before
+            if row.relative_cost <= PAYS_COST and 0 < size(row) <= PAYS_SIZE * before
         ]
         return min(paying, key=lambda row: (size(row), row.cost.cost), default=None)
 

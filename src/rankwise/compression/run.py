@@ -70,6 +70,9 @@ def compress(
       joint cost with the blocks removed so far. The configuration gets fewer layers, so that the class of
       the model loads the result without Rankwise.
     - ``heads`` removes attention heads with their weights. Query heads that share keys are removed together.
+    - ``key-heads`` merges key heads, so that more query heads share each: keys and values are aligned first,
+      and the output layers get the least squares of their old outputs. The class of the model loads the
+      result without Rankwise.
     - ``width`` narrows queries and keys. Without rotary positions, r columns remain: logits Q Kᵀ become
       (Q A)(K B)ᵀ with A = S^½ V_r and B = S^−½ V_r, where V are the eigenvectors of S^½ P S^½, P = Σ qqᵀ and
       S = Σ kkᵀ. These factors have the least squared error of logits over all pairs of calibration tokens.
@@ -88,12 +91,12 @@ def compress(
         keep: share to keep, 0 < keep < 1; 0.5 by default. A mapping names its parts, such as
             ``{"heads": 0.9, "kv": 0.5}``; a number applies to each part. The unit depends on the part:
             channels of queries and keys for ``width``, the number of blocks for ``blocks``, of heads for
-            ``heads``. For ``kv``, bytes of the cache of 4,096 tokens, or as many as the model reads, with
-            windows as they are kept.
+            ``heads``, of key heads for ``key-heads``. For ``kv``, bytes of the cache of 4,096 tokens, or as
+            many as the model reads, with windows as they are kept.
         tolerance: instead of `keep`, the largest cost on the calibration data, as a number or a mapping. The
             cost of ``width`` is attention KL in nats. The cost of ``kv`` is the KL of the outputs in nats,
-            predicted to second order. The cost of ``blocks`` and ``heads`` is a share of the loss. The record
-            has a note if the cost is above the tolerance.
+            predicted to second order. The cost of ``blocks``, ``heads`` and ``key-heads`` is a share of the
+            loss. The record has a note if the cost is above the tolerance.
         parts: names of the parts. Omit it if `keep` or `tolerance` is a mapping. By default, ``width`` and
             ``kv`` if the model allows them. ``heads`` is the default if the model allows neither.
         remove: number of blocks to remove, instead of a target of the part ``blocks``.

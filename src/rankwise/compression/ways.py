@@ -76,6 +76,7 @@ def preview(
             cache_tokens=reference_tokens(model),
             parameters=before.parameters,
             cache_bytes=cache_bytes(before.cache, reference_tokens(model)),
+            windowed=any(layer.most is not None for layer in before.cache),
         )
         measure = partial(measure_row, model, eval_data, lengths, before)
         for row in _rows(model, names, data, eval_data, measure, seed, on_progress):

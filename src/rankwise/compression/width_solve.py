@@ -60,10 +60,12 @@ def solve(job: Job) -> Solution:
     if "layers" not in job.kept:
         collected = collect_statistics(job.model, found, job.batches, job.on_progress)
         check_statistics(collected)
-        job.kept["layers"] = []
-        for done, statistics in enumerate(collected):
-            job.on_progress(f"measuring widths of {statistics.projections.name}", done / len(collected))
-            job.kept["layers"].append(_candidate(statistics, job))
+        candidates: list[Candidate] = []
+        for statistics in collected:
+            name, done = statistics.projections.name, len(candidates) / len(collected)
+            job.on_progress(f"measuring widths of {name}", done)
+            candidates.append(_candidate(statistics, job))
+        job.kept["layers"] = candidates
     layers: list[Candidate] = job.kept["layers"]
     collected = [layer.statistics for layer in layers]
     aim = job.tolerance

@@ -29,7 +29,14 @@ def _measured(audit: Audit, measure: str, of: str) -> tuple[Any, list[Any]]:
 
 
 def head_tensor(audit: Audit, measure: str, stack: str | None = None) -> "Tensor":
-    """Return a measure of all heads as a tensor; `Audit.to_tensor` describes it."""
+    """Return a measure of all heads as a tensor; `Audit.to_tensor` describes it.
+
+    Examples:
+        >>> import torch, rankwise as rw
+        >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+        >>> head_tensor(rw.audit(layer, [torch.randn(1, 5, 8)]), "effective_rank").shape
+        torch.Size([1, 2])
+    """
     import torch
 
     _measured(audit, measure, "heads")
@@ -50,7 +57,16 @@ def head_tensor(audit: Audit, measure: str, stack: str | None = None) -> "Tensor
 
 
 def plot_measure(audit: Audit, measure: str, of: str, ax: "Axes | None" = None) -> "Axes":
-    """Draw a measure of "heads" as a heat map, of "states" as curves; `Audit.plot` describes them."""
+    """Draw a measure of "heads" as a heat map, of "states" as curves; `Audit.plot` describes them.
+
+    Examples:
+        >>> import rankwise as rw
+        >>> about = rw.auditing.Provenance(model="m", delta=0.01)
+        >>> plot_measure(rw.Audit(provenance=about, heads=[], states=[], findings=[]), "sigma_max", "heads")
+        Traceback (most recent call last):
+        ...
+        rankwise.errors.InputError: sigma_max of heads: expected numbers in the audit, got none. Choose another.
+    """
     row, records = _measured(audit, measure, of)
     pyplot = need_package("matplotlib.pyplot", "`Audit.plot`", "figures")
     ax = pyplot.subplots(layout="constrained")[1] if ax is None else ax

@@ -8,6 +8,7 @@ from rankwise._internals.records import MISSING, format_number
 from rankwise._internals.statistics import mean
 from rankwise.auditing.records import Verdict
 from rankwise.compression.records import (
+    KEPT_KEY_BYTES,
     PAYS_COST,
     PAYS_SIZE,
     Compression,
@@ -68,7 +69,8 @@ def _headline(record: Compression, removed: list[HeadWidth], narrowed: list[Head
         rank = mean(latent.rank for latent in record.latents)
         channels = mean(latent.channels for latent in record.latents)
         latents = f"latents of {rank:.0f} channels on average, instead of {channels:.0f}"
-        words.append(f"keys and values are computed from {latents}")
+        slower = f"slower steps once keys exceed {KEPT_KEY_BYTES / 2**20:.0f} MB per layer"
+        words.append(f"keys and values are computed from {latents} ({slower})")
     done = "; ".join(words)
     worst = record.worst
     cost = f"relative error of the output {format_number(worst.output_error, 4)}"
@@ -99,16 +101,16 @@ def _costs(record: Compression) -> Table:
         "loss": lambda cost: format_number(cost.loss_before, 4),
         "loss added": lambda cost: format_number(cost.loss_added, 4),
         "±": lambda cost: format_number(cost.spread, 4),
-        "KL of outputs": lambda cost: format_number(cost.output_kl, 4),
-        "error of outputs": lambda cost: format_number(cost.output_error, 4),
-        "of first token": lambda cost: format_number(cost.first_error, 4),
-        "of others": lambda cost: format_number(cost.other_error, 4),
+        "KL": lambda cost: format_number(cost.output_kl, 4),
+        "error": lambda cost: format_number(cost.output_error, 4),
+        "first": lambda cost: format_number(cost.first_error, 4),
+        "others": lambda cost: format_number(cost.other_error, 4),
     }
     rows = [[cell(cost) for cell in columns.values()] for cost in record.costs]
     told = [number for number in range(len(columns)) if any(row[number] != MISSING for row in rows)]
     note = (
-        f"Measured on {record.measured_on}, by length of windows. ±: standard error over windows. KL: nats "
-        "per token. Error: ‖y′ − y‖/‖y‖."
+        f"Measured on {record.measured_on}, by length of windows. ±: standard error over windows. KL of the "
+        "outputs: nats per token. Error: ‖y′ − y‖/‖y‖ of the outputs, of the first tokens, and of the others."
     )
     if math.isfinite(record.attention_kl):
         note += (
@@ -150,15 +152,8 @@ def _quantized(record: Compression) -> Table:
 
 
 def _columns(tokens: int) -> list[str]:
-    return [
-        "way",
-        "loss added",
-        "±",
-        "at tokens",
-        f"bytes of cache, {tokens:,} tokens",
-        "share",
-        "parameters",
-    ]
+    cache = [f"bytes of cache, {tokens:,} tokens", "share"]
+    return ["way", "loss added", "±", "at tokens", *cache, "parameters"]
 
 
 def _cells(row: PreviewRow, cache: int) -> list[str]:
@@ -194,22 +189,25 @@ def preview_document(record: Preview, command: str = "") -> Document:
         "size": lambda row: f"{row.parameters / record.parameters:.0%} of the parameters",
         "speed": lambda row: f"{row.time:.0%} of the time",
     }
+    noun = (
+        "loss" if any(math.isfinite(row.cost.loss_before) for row in record.rows) else "of the squared output"
+    )
     said = [
-        f"{PURPOSES[purpose]}: {way_name(row)} ({sizes[purpose](row)}, {row.relative_cost:+.2%} loss)."
+        f"{PURPOSES[purpose]}: {way_name(row)} ({sizes[purpose](row)}, {row.relative_cost:+.2%} {noun})."
         for purpose, row in chosen.items()
         if row
     ]
     none = [words.lower() for purpose, words in PURPOSES.items() if not chosen[purpose]]
     if not said:
-        said = [
-            f"Nothing pays: no way adds at most {PAYS_COST:.0%} to the loss and saves {1 - PAYS_SIZE:.0%}."
-        ]
+        said = [f"Nothing pays: no way costs at most {PAYS_COST:.0%} {noun} and saves {1 - PAYS_SIZE:.0%}."]
     elif none:
         said.append(f"Nothing pays {' or '.join(none)}.")
     code = []
     for row in {way_name(row): row for row in chosen.values() if row}.values():
         options = f'{{"backend": "hqq", "nbits": {row.bits}}}'
         quantized = f'model.generate(ids, cache_implementation="quantized", cache_config={options})'
+        if record.windowed:
+            quantized = f"# {way_name(row)}: QuantizedCache of transformers takes no model with windows"
         compressed = f"{command} --parts {row.part} --keep {row.keep:g}" + " --uniform" * row.uniform
         code.append(compressed if row.part else quantized)
     same = PreviewRow(part="unchanged", parameters=record.parameters, cache_bytes=record.cache_bytes)
@@ -221,7 +219,8 @@ def preview_document(record: Preview, command: str = "") -> Document:
     refused = [[way_name(row), row.refused] for row in record.rows if row.refused]
     note = (
         f"Measured on {record.measured_on}; the largest cost over lengths. Quantized numbers are simulated: "
-        "groups of 64 share a scale and a zero, which count as bytes. Time: of a decoding step, or of a pass."
+        "groups of 64 share a scale and a zero, which count as bytes. Time: of a decoding step or of a pass; "
+        "on the CPU, processor time."
     )
     tables = [
         Table("Ways", [*_columns(record.cache_tokens), "time"], cells, note=note),
