@@ -60,13 +60,11 @@ def plot_measure(audit: Audit, measure: str, of: str, ax: "Axes | None" = None) 
     """Draw a measure of "heads" as a heat map, of "states" as curves; `Audit.plot` describes them.
 
     Examples:
-        >>> import rankwise as rw
-        >>> about = rw.auditing.Provenance(model="m", delta=0.01)
-        >>> empty = rw.Audit(provenance=about, heads=[], states=[], findings=[])
-        >>> plot_measure(empty, "spread", "states")
-        Traceback (most recent call last):
-        ...
-        rankwise.errors.InputError: spread of states: expected numbers in the audit, got none. Choose another.
+        >>> import torch, rankwise as rw
+        >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+        >>> axes = plot_measure(rw.audit(layer, [torch.randn(1, 5, 8)]), "effective_rank", "heads")
+        >>> axes.get_xlabel()
+        'head'
     """
     row, records = _measured(audit, measure, of)
     pyplot = need_package("matplotlib.pyplot", "`Audit.plot`", "figures")
