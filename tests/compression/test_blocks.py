@@ -38,12 +38,11 @@ from tests.support.untouched import untouched
 from torch import Tensor, nn
 
 import rankwise as rw
-from rankwise._internals.forward import Change
 from rankwise.compression import save_compressed
 from rankwise.compression.blocks_find import find, removal
 from rankwise.compression.blocks_repair import repair
-from rankwise.compression.trials import Job
 from rankwise.errors import CompressionError
+from rankwise.importance import passes_without_blocks
 
 FOUR: dict[str, Any] = {**SIZES, **IDS, "num_hidden_layers": 4, "num_key_value_heads": 2}
 SLIDING: dict[str, Any] = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"] * 2}
@@ -305,7 +304,7 @@ def test_the_repair_is_a_weighted_least_squares_fit(family: str, stack: str) -> 
     stacked = torch.cat([scaled, ridge]), torch.cat([target, torch.zeros(len(ridge), target.shape[1])])
     added = torch.linalg.lstsq(*(matrix.double() for matrix in stacked)).solution
     with untouched(model):
-        layers: Any = repair(Job(model, (stacks, {}), [batch], [batch]), stacks, {stack: {1, 2}})
+        layers: Any = repair(passes_without_blocks(model, [batch]), stacks, {stack: {1, 2}})
     assert list(layers) == [f"{stack}.0.{layer}"]
     new, old = layers[f"{stack}.0.{layer}"], blocks[0].get_submodule(layer)
     change = (new.weight - old.weight).detach()
@@ -324,11 +323,14 @@ def test_a_repair_brings_states_nearer_to_the_states_after_the_gap(family: str) 
     states: list[Tensor] = []
     reads = [block, gone, block]
     with untouched(model):
-        layers = repair(Job(model, (stacks, {}), [batch], [batch]), stacks, {stacks[0].name: {1}})
+        layers = repair(passes_without_blocks(model, [batch]), stacks, {stacks[0].name: {1}})
     assert len(layers) == (2 if family in ("bert", "gemma3") else 1)
     for name, change in zip(reads, ({}, {}, layers), strict=True):
-        with Change(model, modules=change), rw.capture(model) as trace:
-            output(model, batch)
+        changed = copy.deepcopy(model)
+        for layer, module in change.items():
+            changed.set_submodule(layer, module)
+        with rw.capture(changed) as trace:
+            output(changed, batch)
         states += [state.tokens for state in trace.states if state.layer and state.name == name]
     plain, target, repaired = states
     errors = [(near - target).norm(dim=-1) / target.norm(dim=-1) for near in (plain, repaired)]
@@ -339,7 +341,7 @@ def test_a_repair_brings_states_nearer_to_the_states_after_the_gap(family: str) 
 def test_experts_and_gaps_at_the_start_are_not_repaired(family: str, plan: set[int]) -> None:
     model, stacks, _ = found(family)
     batch = ids(4, 20)
-    assert not repair(Job(model, (stacks, {}), [batch], [batch]), stacks, {stacks[0].name: plan})
+    assert not repair(passes_without_blocks(model, [batch]), stacks, {stacks[0].name: plan})
 
 
 @pytest.mark.parametrize("helps", [True, False])
@@ -363,10 +365,10 @@ def test_a_repair_is_kept_only_if_it_helps_on_held_out_data(
     assert done.loss_after - done.loss_before == pytest.approx(min(after, before), abs=1e-3)
 
 
-def worse(job: Job, stacks: Any, plan: Any) -> dict[str, nn.Module]:
+def worse(passes: Any, stacks: Any, plan: Any) -> dict[str, nn.Module]:
     """A repair that doubles the output of the last layer before the first gap."""
     name = f"transformer.h.{min(plan['transformer.h']) - 1}.mlp.c_proj"
-    layer: Any = copy.deepcopy(job.model.get_submodule(name))
+    layer: Any = copy.deepcopy(passes.model.get_submodule(name))
     layer.weight.data.mul_(4)
     return {name: layer}
 

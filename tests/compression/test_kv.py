@@ -34,7 +34,6 @@ from tests.unchecked import unchecked
 
 import rankwise as rw
 from rankwise.cli.load_model import demo_model, demo_text
-from rankwise.compression import kv_modules
 from rankwise.compression.kv_find import find_cached_layers, full_latents
 from rankwise.compression.kv_modules import (
     LatentCache,
@@ -48,7 +47,6 @@ from rankwise.compression.kv_solve import (
     ranks_for_tolerance,
     weighted_svd,
 )
-from rankwise.compression.records import KEPT_KEY_BYTES
 from rankwise.compression.trials import find_part
 from rankwise.compression.width_find import random_bases
 from rankwise.compression.width_modules import narrow_layers
@@ -302,7 +300,7 @@ def test_a_cache_of_latents_is_cropped_and_its_first_update_returns_its_input() 
         assert torch.allclose(again, whole[:, 7:], rtol=0, atol=1e-4 * float(whole.abs().max()))
 
 
-@pytest.mark.parametrize("kept", [0, 700, KEPT_KEY_BYTES])
+@pytest.mark.parametrize("kept", [0, 700, LatentState.kept_bytes])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3"])
 def test_any_history_of_a_cache_leads_to_the_outputs_without_a_cache(family: str, kept: int) -> None:
     """Caches are continued by one token or several, cropped, reordered, repeated and copied, in each mode."""
@@ -344,7 +342,7 @@ def test_any_history_of_a_cache_leads_to_the_outputs_without_a_cache(family: str
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "neox"])
 def test_long_texts_are_decoded_in_blocks(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_modules, "BLOCK", 1)  # 32 tokens
+    monkeypatch.setattr("rankwise.compression.kv_modules.BLOCK", 1)  # 32 tokens
     model = latent_model(CACHED[family], kept=700)
     text = ids(2, 60)
     whole, sizes = output(model, text), []
@@ -419,7 +417,7 @@ def test_masked_tokens_may_have_negative_positions() -> None:
 
 @pytest.mark.parametrize("implementation", ["static", "dynamic"])
 def test_generation_with_any_cache_is_that_without(implementation: str) -> None:
-    for kept in (0, KEPT_KEY_BYTES):
+    for kept in (0, LatentState.kept_bytes):
         model = latent_model(llama, kept)
         options: Any = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
         for beams in (1, 3) if implementation == "dynamic" else (1,):

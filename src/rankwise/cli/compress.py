@@ -21,8 +21,7 @@ SENTENCE_FILES = ("modules.json", "config_sentence_transformers.json", "sentence
 MODULE_FILES = ("config.json", "model.safetensors", "pytorch_model.bin")
 """Files of each module after the model, such as a pooling module."""
 SENTENCE_MODULES = (
-    "Modules of sentence-transformers were copied ({names}): after "
-    "`from rankwise.compression import load_compressed`, SentenceTransformer loads the folder."
+    "Modules of sentence-transformers were copied ({names}): {after}SentenceTransformer loads the folder."
 )
 HELP = """Make a trained model smaller, and measure the costs and the savings.
 
@@ -104,7 +103,7 @@ def command(
     from rankwise.cli.load_data import check_data
     from rankwise.cli.load_model import load_model
     from rankwise.compression.run import compress, part_targets
-    from rankwise.compression.save import RECORD, is_changed, loading_line, save_compressed
+    from rankwise.compression.save import RECORD, is_changed, loading_line, save_compressed, structure_of
     from rankwise.report.compression_report import compression_document
     from rankwise.skips.save import FACTS, NUMBERS
 
@@ -159,8 +158,10 @@ def command(
             )
         save_compressed(subject.model, out, record)
         if subject.source:
+            plain = not structure_of(subject.model).changes
+            after = "" if plain else "after `from rankwise.compression import load_compressed`, "
             modules = _copy_side_files(subject.source, subject.revision or "main", out)
-            copied = [SENTENCE_MODULES.format(names=", ".join(modules))] if modules else []
+            copied = [SENTENCE_MODULES.format(names=", ".join(modules), after=after)] if modules else []
             record = record.model_copy(update={"notes": [*record.notes, *copied]})
             record.save(out / RECORD)
         written = [("model", out), ("page", record.to_html(out / "index.html"))]

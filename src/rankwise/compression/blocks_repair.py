@@ -2,18 +2,20 @@
 
 import copy
 from collections.abc import Set
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rankwise._internals.batches import map_tensors, to_device
-from rankwise._internals.forward import HALF, AddedHook, Change, device_of, in_float32, run_model
+from rankwise._internals.batches import map_tensors
+from rankwise._internals.forward import HALF, AddedHook, Change, in_float32
 from rankwise._internals.linalg import as_float64
 from rankwise.compression.blocks_find import Plan, Stack
-from rankwise.compression.trials import Job, relative_error
-from rankwise.importance.gated_passes import Removal
+from rankwise.compression.trials import relative_error
+from rankwise.importance.gated_passes import GatedPasses, Removal
+from rankwise.importance.losses import LossBatch
 from rankwise.tracing import CapturedState, capture
 from rankwise.tracing.projections import linear_parts
 
@@ -25,7 +27,7 @@ Writer = tuple[str, str]
 """Names of the last linear layer of a block, and of the norm that reads its output; "" if there is none."""
 
 
-def repair(job: Job, stacks: list[Stack], plan: Plan) -> Layers:
+def repair(passes: GatedPasses, stacks: list[Stack], plan: Plan) -> Layers:
     """Return new layers for the blocks before gaps.
 
     With h the input of the last linear layer of the block before a gap, and d the state after the gap minus
@@ -35,11 +37,11 @@ def repair(job: Job, stacks: list[Stack], plan: Plan) -> Layers:
     are fitted after that. Cost: two passes over the calibration data per gap, five with a norm.
     Source: ReplaceMe (arXiv 2505.02819) fits a map of the output of this layer.
     """
-    model, layers = job.model, Layers()
+    model, layers = passes.model, Layers()
     gone = frozenset(stack.block(number) for stack in stacks for number in plan.get(stack.name, ()))
     batches = [
-        map_tensors(batch, lambda tensor: tensor.float() if tensor.dtype in HALF else tensor)
-        for batch in (to_device(batch, device_of(model)) for batch in job.batches)
+        replace(batch, batch=map_tensors(batch.batch, lambda x: x.float() if x.dtype in HALF else x))
+        for batch in passes.batches
     ]
     for stack in stacks:
         removed = plan.get(stack.name, set())
@@ -47,15 +49,15 @@ def repair(job: Job, stacks: list[Stack], plan: Plan) -> Layers:
             after = next((end for end in range(number + 1, stack.size) if end not in removed), stack.size)
             if after > number + 1:
                 with Change(model, modules=layers), in_float32(model):
-                    fitted = _fit(model, stack.block(number), stack.block(after - 1), gone, batches)
+                    fitted = _fit(passes, batches, stack.block(number), stack.block(after - 1), gone)
                 for name, module in fitted.items():
                     layers[name] = module.to(next(model.get_submodule(name).parameters()).dtype)
     return layers
 
 
-def _fit(model: nn.Module, block: str, last: str, gone: Set[str], batches: list[Any]) -> Layers:
+def _fit(passes: GatedPasses, batches: list[LossBatch], block: str, last: str, gone: Set[str]) -> Layers:
     """Return the layers of a block that are fitted to the states after block `last` of the whole model."""
-    writer = _writer(model, block, batches[0], gone)
+    model, writer = passes.model, _writer(passes, batches[0], block, gone)
     if writer is None:
         return {}
     layers = {name: copy.deepcopy(model.get_submodule(name)) for name in writer if name}
@@ -65,12 +67,10 @@ def _fit(model: nn.Module, block: str, last: str, gone: Set[str], batches: list[
     weight, bias = parts
     offset = 0.0 if shift is None else as_float64(shift.detach())
 
-    def read(batch: Any) -> tuple[dict[str, Tensor], Tensor]:
+    def read(batch: LossBatch) -> tuple[dict[str, Tensor], Tensor]:
         """Return the rows of a block, with what the block should write, and the square root of w."""
-        target, rows = (
-            _rows(model, batch, last, frozenset())["state"],
-            _rows(model, batch, block, gone, writer),
-        )
+        target = _rows(passes, batch, last, frozenset())["state"]
+        rows = _rows(passes, batch, block, gone, writer)
         return rows | {"wanted": target - rows["state"]}, 1 / target.norm(dim=1, keepdim=True)
 
     sums = list[list[Tensor]]()
@@ -100,7 +100,7 @@ def _fit(model: nn.Module, block: str, last: str, gone: Set[str], batches: list[
     for batch in batches:
         rows, scale = read(batch)
         with Change(model, modules={writer[0]: linear}):
-            new = (_rows(model, batch, block, gone, writer)["written"] - offset) * scale
+            new = (_rows(passes, batch, block, gone, writer)["written"] - offset) * scale
         above = above + ((rows["wanted"] + rows["written"] - offset) * scale * new).sum(0)
         below = below + new.square().sum(0)
     gains: Any = norm.weight
@@ -109,9 +109,9 @@ def _fit(model: nn.Module, block: str, last: str, gone: Set[str], batches: list[
     return layers
 
 
-def _writer(model: nn.Module, block: str, batch: Any, gone: Set[str]) -> Writer | None:
+def _writer(passes: GatedPasses, batch: LossBatch, block: str, gone: Set[str]) -> Writer | None:
     """Return the layers whose output is only added to states. Return None if a trial finds no such layers."""
-    called: list[str] = []
+    model, called = passes.model, list[str]()
     leaves = [
         f"{block}.{name}"
         for name, module in model.get_submodule(block).named_modules()
@@ -119,20 +119,20 @@ def _writer(model: nn.Module, block: str, batch: Any, gone: Set[str]) -> Writer 
     ]
     hooks = [AddedHook(name, "after", lambda *_, name=name: called.append(name)) for name in leaves]
     with torch.no_grad(), Change(model, hooks=hooks):
-        run_model(model, batch)
+        passes.loss.run(model, batch)
     last = next((name for name in reversed(called) if linear_parts(model.get_submodule(name))), "")
     norms = called[called.index(last) + 1 :] if last else []
     if not last or called.count(last) > 1 or len(norms) > 1:
         return None
     writer = last, "".join(norms)
-    before, layer = _rows(model, batch, block, gone, writer), copy.deepcopy(model.get_submodule(last))
+    before, layer = _rows(passes, batch, block, gone, writer), copy.deepcopy(model.get_submodule(last))
     parts = linear_parts(layer)
     assert parts is not None
     expected = before["inputs"] @ as_float64(parts[0].detach()).mT
     expected[:, ::2] = 0.0
     parts[0].data[1::2] *= 2
     with Change(model, modules={last: layer}):
-        after = _rows(model, batch, block, gone, writer)
+        after = _rows(passes, batch, block, gone, writer)
     changes = {key: after[key] - before[key] for key in before}
     if expected.shape != changes["state"].shape:
         return None
@@ -141,7 +141,7 @@ def _writer(model: nn.Module, block: str, batch: Any, gone: Set[str]) -> Writer 
 
 
 def _rows(
-    model: nn.Module, batch: Any, block: str, gone: Set[str], writer: Writer = ("", "")
+    passes: GatedPasses, batch: LossBatch, block: str, gone: Set[str], writer: Writer = ("", "")
 ) -> dict[str, Tensor]:
     """Return the states after a block of a pass without some blocks, in float64, real tokens only.
 
@@ -164,9 +164,10 @@ def _rows(
         AddedHook(norm or linear, "after", lambda _, args, kwargs, output: keep("written", output)),
         AddedHook(norm, "before", lambda _, args, kwargs: keep("middle", args[0])),
     ]
-    hooks, removal = [hook for hook in hooks if hook.module], Removal({}, gone)
-    with torch.no_grad(), Change(model, hooks=hooks), capture(model, on_state=note, intervention=removal):
-        run_model(model, batch)
+    change = Change(passes.model, hooks=[hook for hook in hooks if hook.module])
+    pass_without = capture(passes.model, on_state=note, intervention=Removal({}, gone))
+    with torch.no_grad(), change, pass_without:  # no logits of all tokens, if the output head is known
+        passes.loss.run(passes.model, batch)
     seen["state"], mask = states[0].tokens, states[0].mask
     masked = {key for key, values in seen.items() if mask is not None and values.shape[:2] == mask.shape}
     return {

@@ -81,13 +81,13 @@ def solve(job: Job) -> Solution:
         )
     change, notes, cost = removal(job.model, stacks, plan), [note], math.nan
     if removed:
-        held_out = job.eval_batches is not job.batches
+        calibration, held_out = passes, job.eval_batches is not job.batches
         data = "held-out" if held_out else "calibration"
         if held_out:
             passes = passes_without_blocks(job.model, job.eval_batches, job.seed, job.on_progress)
         cost = passes.mean(passes.without({}, removed) - passes.losses)
         job.on_progress("repair", math.nan)
-        if layers := repair(job, stacks, plan):
+        if layers := repair(calibration, stacks, plan):
             with Change(job.model, modules=layers):
                 losses = passes.without({CallId(name, 0): () for name in layers}, removed)
             repaired = passes.mean(losses - passes.losses)

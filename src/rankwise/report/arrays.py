@@ -62,10 +62,11 @@ def plot_measure(audit: Audit, measure: str, of: str, ax: "Axes | None" = None) 
     Examples:
         >>> import rankwise as rw
         >>> about = rw.auditing.Provenance(model="m", delta=0.01)
-        >>> plot_measure(rw.Audit(provenance=about, heads=[], states=[], findings=[]), "sigma_max", "heads")
+        >>> empty = rw.Audit(provenance=about, heads=[], states=[], findings=[])
+        >>> plot_measure(empty, "spread", "states")
         Traceback (most recent call last):
         ...
-        rankwise.errors.InputError: sigma_max of heads: expected numbers in the audit, got none. Choose another.
+        rankwise.errors.InputError: spread of states: expected numbers in the audit, got none. Choose another.
     """
     row, records = _measured(audit, measure, of)
     pyplot = need_package("matplotlib.pyplot", "`Audit.plot`", "figures")
