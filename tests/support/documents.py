@@ -60,7 +60,8 @@ def nasty_record(kind: type[BaseModel], **values: Any) -> Any:
             values[name] = {NASTY: NASTY}
         elif item is not None:
             is_record = isinstance(item, type) and issubclass(item, BaseModel)
-            values[name] = [nasty_record(item) if is_record else NASTY]
+            plain: Any = [1] if get_origin(item) is list else NASTY
+            values[name] = [nasty_record(item) if is_record else plain]
         elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
             values[name] = nasty_record(annotation)
         elif "bool" in text:
