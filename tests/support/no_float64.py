@@ -161,11 +161,12 @@ def check_compressions() -> None:
         for device in ("cpu", "other"):
             torch.manual_seed(0)
             model = transformers.AutoModelForCausalLM.from_config(config).eval().to(device)
-            found.append(rw.compress(model, [batch], **options).model_dump())
+            record = rw.compress(model, [batch], **options)
+            found.append(record.model_dump() | record.worst.model_dump())
         ours, theirs = found
         assert ours["output_kl"] > 1e-6
         close: dict[str, Any] = {"rtol": 1e-3, "atol": 1e-5, "equal_nan": True}
-        for name in ("attention_kl", "output_kl", "output_error", "loss_before", "loss_after"):
+        for name in ("attention_kl", "output_kl", "output_error", "loss_before", "loss_added"):
             torch.testing.assert_close(ours[name], theirs[name], msg=name, **close)
         for rows, name in (("heads", "width"), ("latents", "rank")):
             assert [row[name] for row in ours[rows]] == [row[name] for row in theirs[rows]]

@@ -230,6 +230,8 @@ def set_attribute(module: nn.Module, name: str, value: object) -> Callable[[], N
     return restore
 
 
+CHILDREN = "_modules"
+"""Attribute of a module that contains its children by name."""
 LONGEST = 10_000
 """Number of entries above which a container of a model is data, such as a vocabulary, and no state."""
 

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rankwise._internals.forward import Change
+from rankwise._internals.torch_private import CHILDREN
 from rankwise.compression.plain import change_configs, check_plain
 from rankwise.compression.save import new_of_class
 from rankwise.compression.trials import Found, check_some, main_output, relative_error
@@ -161,7 +162,7 @@ def removal(model: nn.Module, stacks: list[Stack], plan: Plan) -> Change:
     for stack, left in kept.items():  # last, because the names above are the names before
         blocks = dict(model.get_submodule(stack.name).named_children())
         modules = {str(new): blocks[str(old)] for new, old in enumerate(left)}
-        change.attributes[stack.name] = {"_modules": modules}
+        change.attributes[stack.name] = {CHILDREN: modules}
     return change
 
 

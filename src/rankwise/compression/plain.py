@@ -84,17 +84,15 @@ def _rebuilt_from_config(model: nn.Module) -> nn.Module:
     if differing := there.keys() ^ built.keys():
         raise ValueError(f"its class builds other modules, such as {min(differing)!r}")
     for name, module in there.items():
-        for kind in ("_parameters", "_buffers"):
-            old, fresh = getattr(module, kind), getattr(built[name], kind)
-            sizes, expected = (
-                {key: None if tensor is None else tuple(tensor.shape) for key, tensor in tensors.items()}
-                for tensors in (old, fresh)
-            )
-            for key in sizes | expected:
-                shape, other = sizes.get(key, "nothing"), expected.get(key, "nothing")
-                if shape != other:
-                    raise ValueError(f"its class builds {f'{name}.{key}'!r} with {other} instead of {shape}")
-            fresh.update(old)
+        tensors, expected = (
+            {**dict(x.named_parameters(recurse=False)), **dict(x.named_buffers(recurse=False))}
+            for x in (module, built[name])
+        )
+        for key in tensors | expected:
+            shape, other = (tuple(x[key].shape) if key in x else "nothing" for x in (tensors, expected))
+            if shape != other:
+                raise ValueError(f"its class builds {f'{name}.{key}'!r} with {other} instead of {shape}")
+            setattr(built[name], key, tensors[key])
     return new.eval()
 
 
