@@ -93,13 +93,12 @@ def own_modules(model: nn.Module) -> list[nn.Module]:
 
 def widths(done: Compression) -> list[int]:
     numbers = [head.width for head in done.heads] + [latent.rank for latent in done.latents]
-    numbers += [head for layer in done.merged for heads in layer.groups for head in heads]
+    numbers += [layer.after for layer in done.merged]
     return numbers + [block.step for block in done.blocks]
 
 
 def costs(done: Compression) -> list[float]:
     numbers = [head.kl for head in done.heads] + [latent.output_kl for latent in done.latents]
-    numbers += [error for layer in done.merged for error in (layer.key_error, layer.value_error)]
     return numbers + [block.cost for block in done.blocks]
 
 

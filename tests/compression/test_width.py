@@ -148,7 +148,7 @@ def test_a_narrow_projection_has_factored_channels_and_zeros(bias: bool) -> None
     layer = torch.nn.Linear(6, 12, bias=bias).double()
     channels = torch.arange(4, 12).reshape(2, 4)  # the first four channels are no head's
     factors = [torch.randn(4, 1, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)]
-    places = [list(range(factor.shape[1])) for factor in factors]
+    places = [head[: factor.shape[1]] for head, factor in zip(channels, factors, strict=True)]
     narrow = narrow_linear(layer, zip(channels, factors, places, strict=True))
     x = torch.randn(2, 5, 6, dtype=torch.float64)
     whole, got = layer(x), narrow(x)
@@ -174,7 +174,7 @@ def test_keys_repeated_for_a_mask_are_counted_once() -> None:
 @pytest.mark.parametrize("frozen", [True, False])
 def test_a_narrow_projection_keeps_its_mode_and_requires_grad(frozen: bool) -> None:
     layer = torch.nn.Linear(6, 4).train(frozen).requires_grad_(not frozen)
-    heads = [(torch.arange(4), torch.eye(4, dtype=torch.float64)[:, :2], [0, 1])]
+    heads = [(torch.arange(4), torch.eye(4, dtype=torch.float64)[:, :2], torch.arange(2))]
     narrow = narrow_linear(layer, heads)
     assert all(module.training == frozen for module in narrow.modules())
     assert {parameter.requires_grad for parameter in narrow.parameters()} == {not frozen}
@@ -183,7 +183,7 @@ def test_a_narrow_projection_keeps_its_mode_and_requires_grad(frozen: bool) -> N
 def test_narrow_weights_in_half_precision_are_rounded_once() -> None:
     layer = torch.nn.Linear(6, 8).bfloat16()
     factor = torch.randn(8, 3, dtype=torch.float64) * torch.tensor([1e-3, 1, 1e3])
-    narrow = narrow_linear(layer, [(torch.arange(8), factor, [0, 1, 2])]).narrow
+    narrow = narrow_linear(layer, [(torch.arange(8), factor, torch.arange(3))]).narrow
     for got, exact in zip(narrow.parameters(), layer.parameters(), strict=True):
         assert torch.equal(got, (factor.mT @ exact.double()).bfloat16())
 

@@ -17,6 +17,7 @@ from rankwise.compression.width_modules import (
     channels_of,
     find_module,
     linear_of,
+    trained_like,
     weights_of,
 )
 
@@ -112,6 +113,5 @@ def cut_linear(module: nn.Module, cut: CutLinear) -> nn.Module:
     else:
         outputs, inputs = (weight.shape[0], cut.slot) if axis else (cut.slot, weight.shape[1])
         small = EmptyLinear(inputs, outputs, bias if axis else None).to(weight.device)
-    small.requires_grad_(any(parameter.requires_grad for parameter in module.parameters()))
-    trained: nn.Module = small.train(module.training)
+    trained: nn.Module = trained_like(module, small)
     return trained

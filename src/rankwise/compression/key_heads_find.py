@@ -1,8 +1,8 @@
 """Find attention layers whose key heads can be merged, and build layers with merged key heads.
 
-Bases of keys, values and outputs and the order of heads are free: a trial changes them at random, in planes
-that commute with rotary positions, and demands equal outputs. A second trial merges heads and demands that a
-configuration describes the result.
+Bases of keys, values and outputs are free: a trial changes them at random, in planes that commute with rotary
+positions, and demands equal outputs. A second trial merges heads and demands that a configuration describes
+the result.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from rankwise.compression.trials import (
     main_output,
 )
 from rankwise.compression.width_find import random_bases
-from rankwise.compression.width_modules import linear_of
+from rankwise.compression.width_modules import ChangedHead, changed_linear, linear_of, trained_like
 from rankwise.errors import CompressionError
 from rankwise.tracing.projections import Projection, QueryKeyProjections, linear_parts, observe
 
@@ -51,11 +51,6 @@ class KeyHeads:
         return self.query_key.key_heads
 
     @property
-    def group(self) -> int:
-        """Query heads per key head."""
-        return self.query_key.groups
-
-    @property
     def divisors(self) -> list[int]:
         """Smaller numbers of key heads that divide the number of key heads, largest first."""
         return [count for count in range(self.count - 1, 0, -1) if self.count % count == 0]
@@ -63,15 +58,15 @@ class KeyHeads:
 
 @dataclass
 class Merge:
-    """Key heads that become one, and factors of rows: the new heads are sums of old heads times factors."""
+    """Number of key heads that remain, and factors of the heads; adjacent heads become one."""
 
-    heads: list[int]
-    key: Float64[Tensor, "c K K"]
-    """New keys: Σ_i k_i · key[i], before any rotation."""
-    query: Float64[Tensor, "c K K"]
-    """New queries of the query heads that read key head i: q · query[i]."""
-    value: Float64[Tensor, "c V V"]
-    output: Float64[Tensor, "c V V"]
+    count: int
+    query: Float64[Tensor, "G K K"]
+    """New queries of the query heads that read key head i: q · query[i], before any rotation."""
+    key: Float64[Tensor, "G K K"]
+    """New keys: Σ_i k_i · key[i] over the heads that become one."""
+    value: Float64[Tensor, "G V V"]
+    output: Float64[Tensor, "G V V"]
     """Values of key head i are approximated by the new values times output[i]."""
 
 
@@ -94,11 +89,6 @@ def find(model: nn.Module, batch: Any) -> Found[KeyHeads]:
             skipped[name] = "it has one key head, which all query heads share already"
         elif len(value.channels) != query_key.key_heads:
             skipped[name] = f"it has {query_key.key_heads} key heads and {len(value.channels)} value heads"
-        elif not all(
-            isinstance(model.get_submodule(side.module), nn.Linear)
-            for side in (query_key.query, query_key.key, value, output)
-        ):
-            skipped[name] = "its projections are no nn.Linear"
         else:
             layers.append(KeyHeads(query_key, value, output))
     halves = is_decoder(model) and isinstance(batch, dict) and "input_ids" in batch
@@ -106,8 +96,8 @@ def find(model: nn.Module, batch: Any) -> Found[KeyHeads]:
         model,
         batch,
         (layers, skipped),
-        lambda model, layers: merging(model, {layer: _turned(layer) for layer in layers}),
-        "its outputs change with the order of its heads, or with the basis of keys or values",
+        lambda model, layers: merging(model, {layer: _turned(layer, layer.count) for layer in layers}),
+        "its outputs change with the basis of keys or values",
         EXPECTED,
         at_once_and_in_halves if halves else lambda model, batch: [main_output(model, batch)],
     )
@@ -115,95 +105,49 @@ def find(model: nn.Module, batch: Any) -> Found[KeyHeads]:
     reason = f"numbers of key heads that differ: {', '.join(map(str, sorted(counts)))}"
     if len(counts) == 1:
         try:
-            with merging(model, {layer: _pooled(layer, layer.divisors[0]) for layer in layers}):
+            with merging(model, {layer: _turned(layer, layer.divisors[0]) for layer in layers}):
                 check_plain(model, batch)
             reason = ""
         except CompressionError as error:
             reason = error.got
     if reason:
-        left = {layer.name: reason for layer in layers}
-        check_some(model, [], left | skipped, EXPECTED)
+        check_some(model, [], {layer.name: reason for layer in layers} | skipped, EXPECTED)
     return layers, skipped
 
 
-def _turned(layer: KeyHeads) -> list[Merge]:
-    """Return the trial: key heads in reversed order, each in a random basis that positions allow."""
-    bases = random_bases(layer.query_key).key
-    generator = torch.Generator().manual_seed(0)
-    width = layer.value.channels.shape[1]
-    drawn = torch.randn(layer.count, width, width, generator=generator, dtype=torch.float64)
+def _turned(layer: KeyHeads, count: int) -> Merge:
+    """Return a merge of heads in random bases that positions allow."""
+    bases = random_bases(layer.query_key)
+    size = layer.count, *[layer.value.channels.shape[1]] * 2
+    drawn = torch.randn(size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     turns = torch.linalg.qr(drawn).Q
-    return [
-        Merge([head], bases[[head]], bases[[head]], turns[[head]], turns[[head]].mT)
-        for head in reversed(range(layer.count))
-    ]
+    return Merge(count, bases.query[:: layer.query_key.groups], bases.key, turns, turns.mT)
 
 
-def _pooled(layer: KeyHeads, count: int) -> list[Merge]:
-    """Return merges of neighboring heads to their means."""
-    size = layer.count // count
-    keys, values = (
-        torch.eye(side.channels.shape[1], dtype=torch.float64).repeat(size, 1, 1)
-        for side in (layer.query_key.key, layer.value)
-    )
-    return [
-        Merge([*range(first, first + size)], keys / size, keys, values / size, values)
-        for first in range(0, layer.count, size)
-    ]
-
-
-# --- change ----------------------------------------------------------------------------------------------
-
-
-def merging(model: nn.Module, plan: dict[KeyHeads, list[Merge]]) -> Change:
-    """Return the change that merges key heads, with configurations that contain their number.
-
-    Query heads are sorted by their new key heads, because the model's code repeats each key head for as many
-    adjacent query heads.
-    """
+def merging(model: nn.Module, plan: dict[KeyHeads, Merge]) -> Change:
+    """Return the change that merges key heads, with configurations that contain their number."""
     modules: dict[str, nn.Module] = {}
     attributes: dict[str, dict[str, Any]] = {}
     counts: dict[str, tuple[int, int]] = {}
-    for layer, merges in plan.items():
-        sides = (layer.query_key.query, layer.query_key.key, layer.value)
-        rows: dict[str, list[tuple[Tensor, list[tuple[Tensor, Tensor]]]]] = {}
-        columns = []
-        query, key, value = sides
-        for new, merge in enumerate(merges):
-            for side, factors in ((key, merge.key), (value, merge.value)):
-                old = [*zip(side.channels[merge.heads], factors, strict=True)]
-                rows.setdefault(side.module, []).append((side.channels[new], old))
-            for place, head in enumerate(merge.heads):
-                for member in range(layer.group):
-                    heads = [head * layer.group + member]  # the query head, before and after the sort
-                    heads.append((new * len(merge.heads) + place) * layer.group + member)
-                    before, after = query.channels[heads]
-                    rows.setdefault(query.module, []).append((after, [(before, merge.query[place])]))
-                    columns.append((*layer.output.channels[heads], merge.output[place]))
-        gone = {side.module: set[int]() for side in sides}
-        for side in (key, value):
-            gone[side.module] |= set(side.channels[len(merges) :].flatten().tolist())
-        for name, sums in rows.items():
-            module = model.get_submodule(name)
-            weight, bias = linear_parts(module)  # type: ignore[misc]
-            wide = [as_float64(x.detach()) for x in (weight, bias) if x is not None]
-            mapped = [x.clone() for x in wide]
-            for after, terms in sums:
-                for x, new_x in zip(wide, mapped, strict=True):
-                    new_x[after] = sum(factor.to(x.device).mT @ x[before] for before, factor in terms)
-            kept = [channel for channel in range(len(weight)) if channel not in gone[name]]
-            modules[name] = _like(module, mapped[0][kept], mapped[1][kept] if bias is not None else None)
+    for layer, merge in plan.items():
+        group, size = layer.query_key.groups, layer.count // merge.count
+        heads: dict[str, list[ChangedHead]] = {}
+        query = layer.query_key.query
+        for channels, factor in zip(query.channels, merge.query.repeat_interleave(group, 0), strict=True):
+            heads.setdefault(query.module, []).append((channels, factor, channels))
+        for side, factors in ((layer.query_key.key, merge.key), (layer.value, merge.value)):
+            read = side.channels.reshape(merge.count, -1)
+            joined = factors.reshape(merge.count, -1, factors.shape[-1])
+            sums = zip(read, joined, side.channels[: merge.count], strict=True)
+            heads.setdefault(side.module, []).extend(sums)
+        modules |= {name: changed_linear(model.get_submodule(name), each)[0] for name, each in heads.items()}
         module = model.get_submodule(layer.output.module)
         weight, bias = linear_parts(module)  # type: ignore[misc]
-        wide_weight = as_float64(weight.detach())
-        mapped_weight = wide_weight.clone()
-        for before, after, factor in columns:
-            mapped_weight[:, after] = wide_weight[:, before] @ factor.to(wide_weight.device).mT
-        modules[layer.output.module] = _like(module, mapped_weight, bias)
-        counts = {
-            "key heads": (layer.count, len(merges)),
-            "group": (layer.group, layer.group * layer.count // len(merges)),
-        }
+        columns = as_float64(weight.detach()).unflatten(1, layer.output.channels.shape)
+        factors = merge.output.repeat_interleave(group, 0).to(columns.device)
+        new = torch.einsum("ohv,hwv->ohw", columns, factors).flatten(1)
+        modules[layer.output.module] = trained_like(module, linear_of(new.to(weight), bias))
+        counts = {"key heads": (layer.count, merge.count), "group": (group, group * size)}
         attributes[layer.name] = renumbered(vars(model.get_submodule(layer.name)).get, counts)
     if all(before == after for before, after in counts.values()):
         return Change(model, modules)
@@ -217,11 +161,3 @@ def merging(model: nn.Module, plan: dict[KeyHeads, list[Merge]]) -> Change:
     for name, values in attributes.items():
         change.attributes.setdefault(name, {}).update(values)
     return change
-
-
-def _like(module: nn.Module, weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    """Return a linear layer with other weights, in the dtype and mode of a module."""
-    like: Any = module.weight
-    new = linear_of(weight.to(like), None if bias is None else bias.to(like))
-    new.requires_grad_(like.requires_grad)
-    return new.train(module.training)

@@ -69,12 +69,10 @@ class MergedKeys(Record):
     stack: str
     site: str
     layer: int
-    groups: list[list[int]]
-    """Numbers of the original key heads that became one, in the order of the new key heads."""
-    key_error: Number
-    """Relative error of logits, ‖L′ − L‖/‖L‖ over all pairs of calibration tokens, before positions."""
-    value_error: Number
-    """Relative error of the contributions of values to the output, before the least squares."""
+    before: int
+    """Number of key heads before the merge."""
+    after: int
+    """Number of key heads that remain. Each was made from equally many adjacent key heads."""
 
 
 class LayerCost(Record):
@@ -121,6 +119,7 @@ class CacheSize(Record):
     tokens: int
     before: int
     after: int
+    """Number of key heads that remain. Each was made from equally many adjacent key heads."""
 
 
 PAYS_COST, PAYS_SIZE = 0.01, 0.95

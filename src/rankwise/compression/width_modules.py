@@ -22,6 +22,8 @@ RECORD = "_narrow_keys"
 """Name of the attribute that keeps the `NarrowedKeys` record of an attention layer."""
 NARROWED = "_narrowed_linear"
 """Name of the attribute that keeps the `NarrowedLinear` record of a `NarrowProjection`."""
+ChangedHead = tuple[Int[Tensor, "n"], Float64[Tensor, "n r"], Int[Tensor, "r"]]
+"""Output channels of a linear layer, factors of their outputs, and the channels that get the results."""
 OTHER_CLASS = "Load it into the class it was saved from."
 
 
@@ -254,28 +256,39 @@ class Factors:
     """Remaining channels of each key head, ascending."""
 
 
-def narrow_linear(
-    module: nn.Module, heads: Iterable[tuple[Int[Tensor, "_"], Float64[Tensor, "_ _"], list[int]]]
-) -> NarrowProjection:
-    """Return a narrow layer whose weights and biases are multiplied by factors in float64 and rounded once.
+def trained_like(module: nn.Module, new: nn.Module) -> Any:
+    """Return a new module in the mode of a module. Its weights require gradients if one of the module did."""
+    new.requires_grad_(any(parameter.requires_grad for parameter in module.parameters()))
+    return new.train(module.training)
 
-    Each head is a tuple: its K output channels, its factor (K, r), and which r channels get the result.
+
+def changed_linear(module: nn.Module, heads: Iterable[ChangedHead]) -> tuple[nn.Linear, list[int]]:
+    """Return a linear layer whose heads are multiplied by factors in float64 and rounded once.
+
+    Channels that are read and get no result are removed. Also return the old numbers of the other channels.
     """
     parts = linear_parts(module)
     assert parts is not None
     old = [weight.detach() for weight in parts if weight is not None]
     new = [weight.clone() for weight in old]
-    kept = set(range(len(new[0])))
+    gone, kept = set[int](), set[int]()
     for channels, factor, places in heads:
-        rows = channels[places]
-        kept = (kept - set(channels.tolist())) | set(rows.tolist())
+        gone.update(channels.tolist())
+        kept.update(places.tolist())
         for before, after in zip(old, new, strict=True):
             wide = as_float64(before[channels])
-            after[rows] = (factor.to(wide.device).mT @ wide).to(before)
-    computed = sorted(kept)
-    narrow = linear_of(new[0], new[1] if len(new) > 1 else None, computed)
-    narrow.requires_grad_(any(parameter.requires_grad for parameter in module.parameters()))
-    return NarrowProjection(narrow, runs_of(computed), len(old[0])).train(module.training)
+            after[places] = (factor.to(wide.device).mT @ wide).to(before)
+    computed = sorted({*range(len(new[0]))} - gone | kept)
+    linear = linear_of(new[0], new[1] if len(new) > 1 else None, computed)
+    return trained_like(module, linear), computed
+
+
+def narrow_linear(module: nn.Module, heads: Iterable[ChangedHead]) -> NarrowProjection:
+    """Return a `changed_linear` whose outputs have their old places."""
+    linear, computed = changed_linear(module, heads)
+    size = linear_parts(module)[0].shape[0]  # type: ignore[index]
+    narrow: NarrowProjection = trained_like(module, NarrowProjection(linear, runs_of(computed), size))
+    return narrow
 
 
 def narrow_layers(
@@ -285,7 +298,7 @@ def narrow_layers(
 
     Each linear layer is replaced once, also if it computes queries and keys.
     """
-    heads: dict[str, list[tuple[Tensor, Tensor, list[int]]]] = {}
+    heads: dict[str, list[ChangedHead]] = {}
     for layer, factors in plan:
         for side, matrices, groups in (
             (layer.query, factors.query, layer.groups),
@@ -293,7 +306,7 @@ def narrow_layers(
         ):
             for head, (channels, factor) in enumerate(zip(side.channels, matrices, strict=True)):
                 kept = factors.kept[head // groups]
-                heads.setdefault(side.module, []).append((channels, factor[:, kept], kept))
+                heads.setdefault(side.module, []).append((channels, factor[:, kept], channels[kept]))
     keys = []
     for layer, factors in plan if cache else ():
         places = [h * layer.width + c for h, kept in enumerate(factors.kept) for c in kept]

@@ -40,7 +40,7 @@ def compression_document(record: Compression) -> Document:
             Section(
                 "layers",
                 "Layers",
-                tables=[_blocks(record), _merged(record), _latents(record), _layers(record), left],
+                tables=[_blocks(record), _latents(record), _layers(record), left],
             ),
             Section("next", "Load the model", code=record.about.get("load", "")),
         ),
@@ -57,11 +57,7 @@ def _headline(record: Compression, removed: list[HeadWidth], narrowed: list[Head
     if removed:
         words.append(f"{sum(not head.width for head in removed)} of {len(removed)} heads removed")
     if record.merged:
-        before, after = (
-            mean(count(x) for x in record.merged)
-            for count in (lambda x: sum(map(len, x.groups)), lambda x: len(x.groups))
-        )
-        words.append(f"{before:.0f} key heads per layer merged to {after:.0f}")
+        words.append(f"{record.merged[0].before} key heads per layer merged to {record.merged[0].after}")
     if narrowed:
         before = mean(head.before for head in narrowed)
         words.append(f"queries and keys narrowed from {before:.0f} to {record.mean_width:.1f} on average")
@@ -237,20 +233,6 @@ def preview_document(record: Preview, command: str = "") -> Document:
         notes=[],
         origin=[],
     )
-
-
-def _merged(record: Compression) -> Table:
-    columns = ["layer", "key heads that became one", "error of logits", "error of values"]
-    rows = [
-        [
-            f"{x.stack} {x.layer}".strip(),
-            "; ".join(" ".join(map(str, heads)) for heads in x.groups),
-            *(format_number(error) for error in (x.key_error, x.value_error)),
-        ]
-        for x in record.merged
-    ]
-    note = "Relative errors on the calibration data, before the least squares of the outputs."
-    return Table("Merged key heads", columns, rows, note=note)
 
 
 def _latents(record: Compression) -> Table:
