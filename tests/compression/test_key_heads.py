@@ -1,6 +1,5 @@
 """The part `key-heads`: fewer key heads, merged in aligned bases, as a plain checkpoint."""
 
-import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,7 +30,6 @@ from tests.support.documents import compression_document
 from tests.support.untouched import untouched
 from torch import Tensor, nn
 
-import rankwise as rw
 from rankwise.compression import compress, save_compressed
 from rankwise.compression.key_heads_find import Merge, find, merging
 from rankwise.compression.key_heads_solve import HeadMoments, collect_moments
