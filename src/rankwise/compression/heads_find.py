@@ -29,7 +29,6 @@ from rankwise.compression.trials import (
 from rankwise.compression.width_modules import runs_of
 from rankwise.errors import CompressionError, first_line
 from rankwise.operators import SoftmaxMixing
-from rankwise.tracing import record_calls
 from rankwise.tracing.projections import (
     MixerProjections,
     Projection,
@@ -100,6 +99,11 @@ class HeadProjections:
         """Number of units."""
         return self.heads // self.group
 
+    @property
+    def rivals(self) -> int:
+        """Number of units among which a uniform removal takes as many in all layers and in all groups."""
+        return self.heads // self.value_heads if self.keys_stay else self.units
+
     def remaining(self, units: set[int]) -> tuple[list[int], list[int]]:
         """Return the query heads and the key heads that stay without some units."""
         kept = [unit for unit in range(self.units) if unit not in units]
@@ -163,9 +167,9 @@ def renumbered(read: Callable[[str], Any], counts: Mapping[str, tuple[int, int]]
 def find(model: nn.Module, batch: Any) -> Found[HeadProjections]:
     """Return the layers from which heads can be removed, and why each other layer is left out.
 
-    A trial removes one unit per layer. The reference is the full model with the outputs of these units set to
-    zero. The trial passes if the remaining heads and the model's outputs equal the reference. All layers are
-    tried together. If this trial fails, each layer is tried alone. Raise `NoLayersError` if no layer passes.
+    A trial removes one unit per layer. It passes if the outputs equal outputs of the full model with these
+    units set to zero. All layers are tried together. If this trial fails, each layer is tried alone. Raise
+    `NoLayersError` if no layer passes.
     """
     layers, skipped = find_head_projections(model, batch)
 
@@ -198,28 +202,19 @@ def difference(
     must describe the model.
     """
     try:
-        with zeroed(model, layers, plan):
-            expected = _read(model, layers, batch)
-        with removal(model, layers, plan, uniform):
-            if uniform:
-                check_plain(model, batch)
-            got = _read(model, layers, batch)
-        bound = torch.finfo(got[""].dtype).eps ** 0.5
-        for layer in layers:
-            heads, kept = got[layer.name], expected[layer.name]
-            left = [unit for unit in range(layer.units) if unit not in plan.get(layer.name, ())]
-            kept = kept.unflatten(-1, (layer.units, -1))[..., left, :].flatten(-2) if left else heads * 0
-            if heads.shape != kept.shape or not bool(heads.isfinite().all()):
-                return f"its heads return {tuple(heads.shape)} instead of {tuple(kept.shape)}"
-            if relative_error(heads, kept) > bound:
-                return "the remaining heads return something else"
-        for how, run in {"": main_output, **_other_ways(model, batch)}.items():
+        for how, run in _ways(model, batch).items():
             with zeroed(model, layers, plan):
-                before = run(model, batch)
+                try:
+                    before = run(model, batch)
+                except Exception:  # the unchanged model fails, so the trial cannot use this way
+                    continue
             with removal(model, layers, plan, uniform):
                 off = relative_error(run(model, batch), before)
-            if not off <= bound:  # NaN is a difference, too
+            if before.isfinite().all() and not off <= torch.finfo(before.dtype).eps ** 0.5:  # NaN differs
                 return f"the output of the model{how} is off by {off:.1e}"
+        if uniform:
+            with removal(model, layers, plan, uniform):
+                check_plain(model, batch)
     except CompressionError as error:
         return error.got
     except (RuntimeError, ValueError, TypeError, AttributeError, IndexError, AssertionError) as error:
@@ -227,12 +222,9 @@ def difference(
     return ""
 
 
-def _other_ways(model: nn.Module, batch: Any) -> dict[str, Callable[[nn.Module, Any], Tensor]]:
-    """Return functions that run a model with a mask, with a cache, and in eager attention.
-
-    A function is left out if it fails on the unchanged model.
-    """
-    ways: dict[str, Callable[[nn.Module, Any], Tensor]] = {}
+def _ways(model: nn.Module, batch: Any) -> dict[str, Callable[[nn.Module, Any], Tensor]]:
+    """Return functions that run a model: as it is, with a mask, with a cache, and in eager attention."""
+    ways: dict[str, Callable[[nn.Module, Any], Tensor]] = {"": main_output}
     ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
     if ids is not None and ids.shape[1] > 1:
         mask = torch.ones_like(ids)
@@ -252,15 +244,7 @@ def _other_ways(model: nn.Module, batch: Any) -> dict[str, Callable[[nn.Module, 
             for inner_model, name in zip(inner, usual, strict=True):
                 inner_model.set_attn_implementation(name)
 
-    ways[" in eager attention"] = eager
-    return {how: run for how, run in ways.items() if _runs(run, model, batch)}
-
-
-def _runs(run: Callable[[nn.Module, Any], Tensor], model: nn.Module, batch: Any) -> bool:
-    try:
-        return bool(run(model, batch).isfinite().all())
-    except Exception:  # the unchanged model fails, so the trial cannot use this way
-        return False
+    return {**ways, " in eager attention": eager}
 
 
 def removal(model: nn.Module, layers: list[HeadProjections], plan: Plan, uniform: bool = False) -> Change:
@@ -304,14 +288,6 @@ def zeroed(model: nn.Module, layers: list[HeadProjections], plan: Plan) -> Chang
 def _set_zero(channels: list[int], _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     removed = torch.tensor(channels, device=args[0].device)
     return (args[0].index_fill(-1, removed, 0), *args[1:]), kwargs
-
-
-def _read(model: nn.Module, layers: list[HeadProjections], batch: Any) -> dict[str, Tensor]:
-    """Return the concatenated heads of each layer by layer name, and the output of the model by ``""``."""
-    with record_calls(model, {layer.output for layer in layers}) as calls:
-        output = main_output(model, batch)
-    read = {call.name: call.args[0] for call in calls}
-    return {layer.name: read[layer.output] for layer in layers if layer.output in read} | {"": output}
 
 
 # --- find ------------------------------------------------------------------------------------------------

@@ -116,27 +116,26 @@ def _share(job: Job, layers: list[HeadProjections]) -> tuple[Plan, list[str], Im
 
 
 def _cheapest(
-    job: Job, layers: list[HeadProjections], count: float, each: int | None = None
+    job: Job, layers: list[HeadProjections], count: float, each: float = math.inf
 ) -> tuple[Plan, Importance]:
     """Return `count` heads of least estimated cost, and the importance of heads before any removal.
 
-    If `each` is a number, each layer loses as many units, and each of its groups if its key heads stay.
+    At most `each` units are taken among rivals: units of one layer, or of one of its groups if keys stay.
     """
-    groups = {layer.name: layer.group for layer in layers}
-    shared = {layer.name: layer.heads // layer.value_heads for layer in layers if layer.keys_stay}
+    by_name = {layer.name: layer for layer in layers}
     plan: Plan = {}
     measured: list[Importance] = []
     for number in range(1, ROUNDS + 1):
         measured.append(_importance(job, layers, plan, tolerance=None, probes=PROBES))
         room = count * number / ROUNDS
-        removed = sum(len(units) * groups[name] for name, units in plan.items())
+        removed = sum(len(units) * by_name[name].group for name, units in plan.items())
         for cheapest in sort_by_cost(measured[-1].heads, exact=False, group=_by_unit(layers, plan)):
-            site, head = cheapest[0].site, cheapest[0].head or 0  # a layer that runs twice lists each call
-            size = shared.get(site)  # number of query heads that share a key head that stays
-            rivals = [x for x in plan.get(site, ()) if size is None or x // size == head // size]
-            if removed + groups[site] <= room + 1e-9 and (each is None or len(rivals) < each):
-                plan.setdefault(site, set()).add(head // groups[site])
-                removed += groups[site]
+            layer = by_name[cheapest[0].site]  # a layer that runs twice lists each call
+            unit, units = (cheapest[0].head or 0) // layer.group, plan.setdefault(layer.name, set())
+            rivals = [other for other in units if other // layer.rivals == unit // layer.rivals]
+            if removed + layer.group <= room + 1e-9 and len(rivals) < each:
+                units.add(unit)
+                removed += layer.group
     return plan, measured[0]
 
 
@@ -152,36 +151,31 @@ def _levels(job: Job, layers: list[HeadProjections]) -> list[tuple[list[HeadProj
     Units are groups of query heads with their key head, or single query heads of each group, whose key head
     stays. With a share to keep, return only the largest removal within it.
     """
-    model, sizes = job.model, {(layer.heads, layer.value_heads) for layer in layers}
-    short = to_device(first_sequences(job.batches[0], 2), device_of(model))
     heads, value_heads = layers[0].heads, layers[0].value_heads
-    stay = [replace(layer, keys_stay=True) for layer in layers]
-    group = heads // value_heads
-    options = [(layers, number, number * layers[0].group) for number in range(1, layers[0].units)]
-    if 1 < value_heads < heads:
-        options += [(stay, number, number * value_heads) for number in range(1, group)]
-    sizes_differ = f"layers with {' and '.join(f'{x} heads for {y} key heads' for x, y in sorted(sizes))}"
-    reasons = [sizes_differ] if len(sizes) > 1 else []
+    sizes = {f"{layer.heads} heads for {layer.value_heads} key heads" for layer in layers}
+    reasons = [f"layers with {' and '.join(sorted(sizes))}"] if len(sizes) > 1 else []
+    ways = [] if reasons else [layers]
+    if ways and 1 < value_heads < heads:
+        ways.append([replace(layer, keys_stay=True) for layer in layers])
+    options = [(some, number) for some in ways for number in range(1, some[0].rivals)]
+    options.sort(key=lambda option: -_removed(*option))
+    short = to_device(first_sequences(job.batches[0], 2), device_of(job.model))
     levels: list[tuple[list[HeadProjections], int]] = []
-    shares: list[float] = []
-    for some, number, removed in sorted(options, key=lambda option: -option[2]) if len(sizes) == 1 else ():
-        units = {
-            unit
-            for first in (range(0, heads, group) if some is stay else (0,))
-            for unit in range(first, first + number)
-        }
-        if reason := difference(model, some, {layer.name: units for layer in some}, short, uniform=True):
+    shares: list[str] = []
+    for some, number in options:
+        units = {unit for unit in range(some[0].units) if unit % some[0].rivals < number}
+        if reason := difference(job.model, some, dict.fromkeys((x.name for x in some), units), short, True):
             reasons.append(reason)
             continue
-        shares.append(1 - removed / heads)
-        if job.keep is None or removed <= (1 - job.keep) * heads + 1e-9:
+        shares.append(f"{1 - _removed(some, number) / heads:.3g}")
+        if job.keep is None or _removed(some, number) <= (1 - job.keep) * heads + 1e-9:
             levels.append((some, number))
             if job.keep is not None:
                 break
     if not levels:
-        possible = f"`keep` can be {' or '.join(f'{share:.3g}' for share in dict.fromkeys(shares))}"
+        possible = f"`keep` can be {' or '.join(dict.fromkeys(shares))}"
         raise CompressionError(
-            f"model {type(model).__name__}",
+            f"model {type(job.model).__name__}",
             expected="fewer heads in every layer, in a configuration from which its class builds the model",
             got=reasons[0] if reasons else f"no number of heads for `keep` {job.keep:g} of {heads}",
             fix=f"{possible if shares else 'Remove heads without `uniform`, or blocks'}. The model is "
@@ -190,40 +184,40 @@ def _levels(job: Job, layers: list[HeadProjections]) -> list[tuple[list[HeadProj
     return levels
 
 
+def _removed(layers: list[HeadProjections], number: int) -> int:
+    """Return the number of heads that each layer loses in a uniform removal."""
+    return number * layers[0].heads // layers[0].rivals
+
+
 def _uniform(
     job: Job, layers: list[HeadProjections]
 ) -> tuple[list[HeadProjections], Plan, list[str], Importance]:
     """Return layers, the units that each loses, as many in each, notes, and the importance of heads."""
-    settings = ImportanceSettings(seed=job.seed)
-    chosen: Any = None
+    chosen: tuple[list[HeadProjections], Plan, int] | None = None
 
     def cost(layers: list[HeadProjections], plan: Plan, batches: list[Any]) -> Any:
-        groups = {layer.name: layer.group for layer in layers}
-        heads = [
-            h for h in importance.heads if (h.head or 0) // groups.get(h.site, 1) in plan.get(h.site, ())
-        ]
-        return ablation_cost(job.model, batches, heads, settings)
+        units = _by_unit(layers, plan)
+        heads = [x for x in importance.heads if x.site in plan and units(x) is None]
+        return ablation_cost(job.model, batches, heads, ImportanceSettings(seed=job.seed))
 
     for some, number in reversed(_levels(job, layers)):
-        removed = number * (some[0].value_heads if some[0].keys_stay else some[0].group) * len(some)
-        plan, importance = _cheapest(job, some, removed, number)
+        plan, importance = _cheapest(job, some, _removed(some, number) * len(some), number)
         if job.tolerance is not None and cost(some, plan, job.batches).relative > job.tolerance:
             break
-        chosen = some, number, plan, removed
+        chosen = some, plan, number
     if chosen is None:
         return layers, {}, [f"Heads: {_count({}, layers)}: one of each layer costs too much."], importance
-    some, number, plan, removed = chosen
-    free, _ = _cheapest(job, layers, removed)
-    prices = [cost(some, plan, job.eval_batches), cost(layers, free, job.eval_batches)]
+    some, plan, number = chosen
+    free, _ = _cheapest(job, layers, _removed(some, number) * len(some))
+    prices = [cost(each, units, job.eval_batches).cost for each, units in ((some, plan), (layers, free))]
     data = "held-out data" if job.eval_batches is not job.batches else "the calibration data"
-    group = some[0].heads // some[0].value_heads
-    unit = f"{some[0].units} heads" if group in (1, some[0].heads) else f"{some[0].value_heads} key heads"
-    unit = f"{group} query heads of each key head" if some[0].keys_stay else unit
-    measured = f"({importance.record.loss}, {importance.record.unit}) on {data}"
+    one = "heads" if some[0].group == 1 else "key heads"
+    kind = "query heads of each key head" if some[0].keys_stay else one
     note = (
-        f"Heads: {_count(plan, some)}, in every layer {number} of {unit}. This adds {prices[0].cost:.4g} to "
-        f"the loss {measured}. The cheapest {_count(free, layers).split()[0]} heads of all layers, which no "
-        f"plain configuration describes, would add {prices[1].cost:.4g}."
+        f"Heads: {_count(plan, some)}, in every layer {number} of {some[0].rivals} {kind}. This adds "
+        f"{prices[0]:.4g} to the loss ({importance.record.loss}, {importance.record.unit}) on {data}. The "
+        f"cheapest {_count(free, layers).split()[0]} heads of all layers, which no plain configuration "
+        f"describes, would add {prices[1]:.4g}."
     )
     return some, plan, [note, *importance.record.notes], importance
 
