@@ -316,7 +316,11 @@ def calibrate(layer: QueryKeyStatistics, start: Factors, job: Job) -> Factors:
     generator = torch.Generator().manual_seed(job.seed)
     with torch.enable_grad():
         for done in range(1, steps + 1):
-            loss = _loss(_drawn(layer.samples, generator), (to_q @ a) * kept_q, (to_k @ b) * kept_k)
+            sample = _drawn(layer.samples, generator)
+            factors = (to_q @ a) * kept_q, (to_k @ b) * kept_k
+            change = sample.logit_change(sample.query.float(), sample.key.float(), *factors)
+            real = sample.tokens[:, None].expand(change.shape[:-1])
+            loss = divergence(sample.operator.dense().float().detach(), change)[real].mean()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -326,14 +330,6 @@ def calibrate(layer: QueryKeyStatistics, start: Factors, job: Job) -> Factors:
     query[..., :wide] = ((to_q @ a) * kept_q).detach().cpu().double()
     key[..., :wide] = ((to_k @ b) * kept_k).detach().cpu().double()
     return Factors(query, key, start.kept)
-
-
-def _loss(sample: Sample, a: Float[Tensor, "H K r"], b: Float[Tensor, "G K r"]) -> Tensor:
-    with torch.no_grad():
-        matrix = sample.operator.dense().float()
-    change = sample.logit_change(sample.query.float(), sample.key.float(), a, b)
-    real = sample.tokens[:, None].expand(change.shape[:-1])
-    return divergence(matrix, change)[real].mean()
 
 
 def _drawn(samples: list[Sample], generator: torch.Generator) -> Sample:

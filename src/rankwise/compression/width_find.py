@@ -139,18 +139,13 @@ class QueryKeyStatistics:
     tokens: int = 0
     """Number of real tokens."""
     samples: list[Sample] = field(default_factory=list)
-    broken: set[int] = field(default_factory=set)
-    """Query heads with NaN or infinity."""
 
     def add(self, site: CapturedMixer, sample: Sample) -> None:
         """Add the sample of one call of the attention layer."""
-        query, key, groups = sample.query, sample.key, sample.groups
-        fine = query.isfinite().all((0, 2, 3)) & key.isfinite().all((0, 2, 3)).repeat_interleave(groups)
-        self.broken |= {head for head, good in enumerate(fine.tolist()) if not good}
-        rows = as_float64(query.transpose(1, 2)[site.valid_tokens])  # (N, H, K)
-        columns = as_float64(key.transpose(1, 2)[site.valid_sources])
+        rows = as_float64(sample.query.transpose(1, 2)[site.valid_tokens])  # (N, H, K)
+        columns = as_float64(sample.key.transpose(1, 2)[site.valid_sources])
         by_head = torch.einsum("nhi,nhj->hij", rows, rows).cpu()
-        self.query_moments += by_head.unflatten(0, (-1, groups)).sum(1)
+        self.query_moments += by_head.unflatten(0, (-1, sample.groups)).sum(1)
         self.key_moments += torch.einsum("nhi,nhj->hij", columns, columns).cpu()
         self.tokens += int(site.valid_tokens.sum())
         self.samples.append(sample)
@@ -208,11 +203,12 @@ def _sample(layer: QueryKeyProjections, site: CapturedMixer, linear: list[Record
 def check_statistics(layers: list[QueryKeyStatistics]) -> None:
     """Raise `CompressionError` if queries or keys are not finite, or if there are too few tokens."""
     for layer in layers:
-        if layer.broken:
+        finite = (layer.query_moments + layer.key_moments).isfinite().all(-1).all(-1)
+        if not finite.all():
             raise CompressionError(
                 f"attention layer {layer.projections.name!r}",
                 expected="finite queries and keys",
-                got=f"NaN or infinity in head {min(layer.broken)}",
+                got=f"NaN or infinity in key head {int(finite.int().argmin())}",
                 fix="Fix the weights, or use float32: `rankwise audit` shows where it begins.",
             )
     check_tokens(min(layer.tokens for layer in layers), max(layer.projections.width for layer in layers))

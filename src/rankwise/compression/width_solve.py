@@ -43,11 +43,6 @@ class Candidate:
     start: Callable[[list[int]], Factors]
     """Function from the widths of the key heads to factors."""
 
-    @property
-    def rotated(self) -> bool:
-        """True if whole pairs of channels are removed."""
-        return len(self.statistics.projections.pairs) > 0
-
 
 def solve(job: Job) -> Solution:
     """Return the change to narrow queries and keys: choose widths, then calibrate and measure the factors.
@@ -68,11 +63,9 @@ def solve(job: Job) -> Solution:
         job.kept["layers"] = candidates
     layers: list[Candidate] = job.kept["layers"]
     collected = [layer.statistics for layer in layers]
-    aim = job.tolerance
+    aim, rotated = job.tolerance, [len(layer.projections.pairs) > 0 for layer in collected]
     for attempt in range(ATTEMPTS):
-        widths = allocate_widths(
-            [layer.curves for layer in layers], job.keep, aim, [layer.rotated for layer in layers]
-        )
+        widths = allocate_widths([layer.curves for layer in layers], job.keep, aim, rotated)
         starts = [layer.start(chosen) for layer, chosen in zip(layers, widths, strict=True)]
         costs = [_by_key(layer.statistics, factors) for layer, factors in zip(layers, starts, strict=True)]
         cost = mean(chain.from_iterable(costs))
