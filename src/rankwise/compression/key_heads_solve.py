@@ -202,7 +202,7 @@ def _fit_outputs(job: Job, layers: list[KeyHeads], change: Change) -> None:
     Each batch runs twice. In the second run, each output layer returns the original's output, so that each
     layer gets the inputs of the original.
     """
-    sums: dict[str, list[Tensor]] = {}
+    sums: dict[str, tuple[Tensor, Tensor]] = {}
     names = [layer.output.module for layer in layers]
     for batch, original in _passes(job, names, "outputs"):
         hooks = [AddedHook(name, "after", lambda *_, x=x.output: x) for name, x in original.items()]
@@ -216,8 +216,8 @@ def _fit_outputs(job: Job, layers: list[KeyHeads], change: Change) -> None:
             )
             left = wanted - heads @ as_float64(module.weight.detach()).mT
             left -= 0 if module.bias is None else as_float64(module.bias.detach())
-            terms = heads.mT @ heads, heads.mT @ left
-            sums[call.name] = [a + b for a, b in zip(sums.get(call.name, (0, 0)), terms, strict=True)]
+            square, cross = sums.get(call.name, (0, 0))
+            sums[call.name] = square + heads.mT @ heads, cross + heads.mT @ left
     for name, (square, cross) in sums.items():
         square.diagonal().add_(OUTPUT_RIDGE * square.diagonal().mean())
         weight: Any = change.modules[name].weight
