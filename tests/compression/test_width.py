@@ -143,15 +143,6 @@ def test_keys_repeated_for_a_mask_are_counted_once() -> None:
     assert other.attention_kl == pytest.approx(one.attention_kl, rel=1e-3)
 
 
-@pytest.mark.parametrize("frozen", [True, False])
-def test_a_narrow_projection_keeps_its_mode_and_requires_grad(frozen: bool) -> None:
-    layer = torch.nn.Linear(6, 4).train(frozen).requires_grad_(not frozen)
-    heads = [(torch.arange(4), torch.eye(4, dtype=torch.float64)[:, :2], torch.arange(2))]
-    narrow = narrow_linear(layer, heads)
-    assert all(module.training == frozen for module in narrow.modules())
-    assert {parameter.requires_grad for parameter in narrow.parameters()} == {not frozen}
-
-
 def test_narrow_weights_in_half_precision_are_rounded_once() -> None:
     layer = torch.nn.Linear(6, 8).bfloat16()
     factor = torch.randn(8, 3, dtype=torch.float64) * torch.tensor([1e-3, 1, 1e3])
