@@ -143,8 +143,7 @@ class PreviewRow(Record):
     parameters: int = 0
     cache_bytes: int = 0
     time: Number = math.nan
-    """Time of a decoding step or of a pass, relative to the original. On the CPU, processor time. NaN if it
-    was not measured."""
+    """Time of a decoding step or of a pass, relative to the original. NaN if it was not measured."""
     refused: str = ""
 
     @property

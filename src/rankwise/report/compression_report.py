@@ -219,8 +219,7 @@ def preview_document(record: Preview, command: str = "") -> Document:
     refused = [[way_name(row), row.refused] for row in record.rows if row.refused]
     note = (
         f"Measured on {record.measured_on}; the largest cost over lengths. Quantized numbers are simulated: "
-        "groups of 64 share a scale and a zero, which count as bytes. Time: of a decoding step or of a pass; "
-        "on the CPU, processor time."
+        "groups of 64 share a scale and a zero, which count as bytes. Time: of a decoding step or of a pass."
     )
     tables = [
         Table("Ways", [*_columns(record.cache_tokens), "time"], cells, note=note),
