@@ -241,10 +241,12 @@ def test_blocks_are_removed_greedily_by_their_measured_joint_cost(monkeypatch: p
     assert [block.joint_cost for block in removed] == pytest.approx([cost for _, cost in expected], abs=1e-5)
     alone = [loss(original, batch, [block.site]) - loss(original, batch) for block in done.blocks]
     assert [block.cost for block in done.blocks] == pytest.approx(alone, abs=1e-5)
-    assert done.loss_after - done.loss_before == pytest.approx(removed[-1].joint_cost, abs=1e-5)
+    assert done.worst.loss_added == pytest.approx(removed[-1].joint_cost, abs=1e-5)
     assert len(model.transformer.h) == model.config.n_layer == 3
     sentence = compression_document(done).verdict.sentence
-    assert sentence.startswith(f"3 of 6 blocks removed: loss {done.loss_before:.4f} → {done.loss_after:.4f}")
+    assert sentence.startswith(
+        f"3 of 6 blocks removed: loss {done.worst.loss_before:.4f} → {done.worst.loss_after:.4f}"
+    )
 
 
 @pytest.mark.parametrize(("keep", "left"), [(0.67, 5), (0.9, 6), (0.1, 1)])
@@ -347,7 +349,7 @@ def test_a_repair_is_kept_only_if_it_helps_on_held_out_data(
     [note] = [note for note in done.notes if note.startswith("Repair")]
     after, before = (float(number) for number in re.findall(r"rises by (\S+) instead of (\S+) on", note)[0])
     assert ("(kept)" in note) == (after < before) == helps
-    assert done.loss_after - done.loss_before == pytest.approx(min(after, before), abs=1e-3)
+    assert done.worst.loss_added == pytest.approx(min(after, before), abs=1e-3)
 
 
 def worse(passes: Any, stacks: Any, plan: Any) -> dict[str, nn.Module]:

@@ -94,10 +94,10 @@ def test_the_command_reports_costs_and_writes_a_model(run: Run) -> None:
     record = Compression.load("half")
     assert record.mean_width == 4
     assert record.measured_on == "held-out data"
-    assert math.isfinite(record.loss_before)
-    assert record.loss_after != record.loss_before
-    losses = record.loss_before, record.loss_after
-    added = f"{losses[1] - losses[0]:+.4f} ± {record.worst.spread:.4f}"
+    assert math.isfinite(record.worst.loss_before)
+    assert record.worst.loss_after != record.worst.loss_before
+    losses = record.worst.loss_before, record.worst.loss_after
+    added = f"{record.worst.loss_added:+.4f} ± {record.worst.spread:.4f}"
     headline = f"loss {losses[0]:.4f} → {losses[1]:.4f} ({added}) on held-out data of 30 tokens"
     assert headline in words(done)
     assert "nothing was removed" not in words(done)
@@ -168,7 +168,7 @@ def test_each_part_has_its_own_target_on_a_narrow_console(run: Run, monkeypatch:
     record = Compression.load("less")
     assert record.parts == ["heads", "width", "kv"]
     assert sum(head.width > 0 for head in record.heads if head.part == "heads") == 6
-    assert record.cache_bytes_after <= 0.5 * record.cache_bytes_before
+    assert record.kept_cache.after <= 0.5 * record.kept_cache.before
     for layer in record.layers:  # names and numbers are not wrapped
         assert f"transformer.h {layer.layer} " in done.output
         assert f"{layer.attention_kl:.4f}" in done.output

@@ -63,7 +63,7 @@ def test_the_length_with_the_largest_cost_is_the_headline() -> None:
         for tokens, added in ((256, 0.1), (1024, 0.3), (2048, 0.2))
     ]
     record = RECORD.model_copy(update={"costs": costs})
-    assert (record.worst.tokens, record.loss_after) == (1024, 1.3)
+    assert (record.worst.tokens, record.worst.loss_after) == (1024, 1.3)
     said = "loss 1.0000 → 1.3000 (+0.3000 ± 0.0100) on held-out data of 1,024 tokens"
     assert said in compression_document(record).verdict.sentence
     broken = WindowCost(tokens=512, windows=2, loss_before=1.0)  # a loss that is not finite is the worst

@@ -126,12 +126,12 @@ def test_a_cache_changes_no_output(part: str, family: str) -> None:
     stepped, cache = in_steps(model, BATCH)
     assert off(stepped, whole) < CLOSE
     tokens = done.kept_cache.tokens
-    assert done.cache_bytes_after == cache_bytes(cache) // BATCH["input_ids"].numel() * tokens
+    assert done.kept_cache.after == cache_bytes(cache) // BATCH["input_ids"].numel() * tokens
     if part == "width":
-        saved = (done.cache_bytes_before - done.cache_bytes_after) // tokens
+        saved = (done.kept_cache.before - done.kept_cache.after) // tokens
         assert saved == 4 * sum(head.before - head.width for head in done.heads)
     elif "kv" in part:
-        assert done.cache_bytes_after <= FOUND[part][0]["kv"] * done.cache_bytes_before
+        assert done.kept_cache.after <= FOUND[part][0]["kv"] * done.kept_cache.before
     assert torch.equal(in_steps(copy.deepcopy(model), BATCH)[0], stepped)
     generate: Any = model.generate
     for beams in (1, 3) if (part, family) in SOME else ():
@@ -266,8 +266,8 @@ def test_a_held_out_cost_above_the_tolerance_is_noted(part: str, tolerance: floa
     model, same = decided(), {"input_ids": torch.full((16, 24), 7)}
     data, held_out = own_words(model, same), own_words(model, ids(16, 24, 5))
     done = rw.compress(model, [data], tolerance=tolerance, parts=part, held_out=[held_out])
-    cost = {"width": done.attention_kl, "kv": done.output_kl}.get(
-        part, done.loss_after / done.loss_before - 1
+    cost = {"width": done.attention_kl, "kv": done.worst.output_kl}.get(
+        part, done.worst.loss_after / done.worst.loss_before - 1
     )
     assert (cost > tolerance) == above
     said = f"{part}: the cost on held-out data is {cost:.3g}, above the tolerance {tolerance:g}."

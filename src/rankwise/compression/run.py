@@ -123,7 +123,7 @@ def compress(
         >>> model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=50)).eval()
         >>> batch = {"input_ids": torch.randint(0, 50, (4, 24))}
         >>> done = rw.compress(model, [batch], keep={"width": 0.75, "kv": 0.5})
-        >>> done.parts, done.mean_width, done.cache_bytes_after / done.cache_bytes_before <= 0.5
+        >>> done.parts, done.mean_width, done.kept_cache.after / done.kept_cache.before <= 0.5
         (['width', 'kv'], 12.0, True)
     """
     targets = part_targets(parts, keep, tolerance, remove)
@@ -415,6 +415,6 @@ def _record(
         "quantize the cache of the original instead."
         for row in record.quantized
         if not row.refused and list(solutions) == ["kv"]
-        if row.cost.cost < record.worst.cost and row.cache_bytes <= record.cache_bytes_after
+        if row.cost.cost < worst.cost and row.cache_bytes <= record.kept_cache.after
     ]
     return record.model_copy(update={"notes": notes})

@@ -77,14 +77,14 @@ def _headline(record: Compression, removed: list[HeadWidth], narrowed: list[Head
     if math.isfinite(worst.loss_before):
         added = f"{worst.loss_added:+.4f}" if math.isfinite(worst.loss_added) else MISSING
         spread = f" ± {worst.spread:.4f}" if math.isfinite(worst.spread) else ""
-        losses = (format_number(loss, 4) for loss in (worst.loss_before, record.loss_after))
+        losses = (format_number(loss, 4) for loss in (worst.loss_before, worst.loss_after))
         cost = f"loss {' → '.join(losses)} ({added}{spread})"
     elif math.isfinite(record.attention_kl):
         cost = f"attention KL {format_number(record.attention_kl, 4)} nats"
     sizes = [("parameters", record.parameters_before, record.parameters_after)]
     if record.latents or record.merged:
         tokens = f"bytes of cache at {record.kept_cache.tokens:,} tokens"
-        sizes.append((tokens, record.cache_bytes_before, record.cache_bytes_after))
+        sizes.append((tokens, record.kept_cache.before, record.kept_cache.after))
     saving = "".join(
         f", {abs(1 - after / before):.1%} {'fewer' if after <= before else 'more'} {noun}"
         for noun, before, after in sizes
