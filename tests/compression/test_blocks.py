@@ -249,7 +249,7 @@ def test_blocks_are_removed_greedily_by_their_measured_joint_cost(monkeypatch: p
     )
 
 
-@pytest.mark.parametrize(("keep", "left"), [(0.67, 5), (0.9, 6), (0.1, 1)])
+@pytest.mark.parametrize(("keep", "left"), [(0.67, 5), (0.9, 6)])
 def test_a_share_keeps_at_least_as_many_blocks(keep: float, left: int) -> None:
     model, done = compressed(keep=keep)
     assert len(model.transformer.h) == left
@@ -301,11 +301,11 @@ def test_the_repair_is_a_weighted_least_squares_fit(family: str, stack: str) -> 
     assert not bias or float((new.bias - old.bias - added[-1]).detach().norm() / added[-1].norm()) < 1e-3
 
 
-@pytest.mark.parametrize("family", ["bert", "gemma3", "llama", "siglip"])
+@pytest.mark.parametrize("family", ["bert", "gemma3"])
 def test_a_repair_brings_states_nearer_to_the_states_after_the_gap(family: str) -> None:
     """BERT and Gemma 3 have a norm after the last layer."""
     model, stacks, _ = found(family)
-    batch = ids(8, 24) if family != "siglip" else IMAGES
+    batch = ids(8, 24)
     block, gone = stacks[0].block(0), stacks[0].block(1)
     states: list[Tensor] = []
     reads = [block, gone, block]
@@ -409,15 +409,8 @@ def test_a_process_without_rankwise_loads_the_folders(tmp_path: Path) -> None:
         (bert, BATCH, {"remove": 0}, "`remove`: expected a whole number of at least 1, got 0"),
         (bert, BATCH, {"remove": 2}, "`remove`: expected at most 1 of 2 blocks removed, got 2"),
         (bert, BATCH, {"remove": True}, "`remove`: expected a whole number of at least 1, got True"),
-        (bert, BATCH, {"remove": 1, "parts": "heads"}, "`remove`: expected None without the part 'blocks'"),
-        (
-            bert,
-            BATCH,
-            {"remove": 1, "keep": 0.5},
-            "part 'blocks': expected .*, or a number to remove",
-        ),
-        (bert, BATCH, {"remove": 1, "parts": ["blocks", "heads"]}, "part 'heads': expected .*, got None"),
-        (t5, PAIR, {"remove": 5}, "`remove`: expected at most 4 of 6 blocks removed, got 5"),
+        (bert, BATCH, {"remove": 1, "parts": "heads"}, "part 'heads': expected .*, got none"),
+        (bert, BATCH, {"remove": 1, "keep": 0.5}, "part 'blocks': expected .*, got keep and remove"),
         (t5, PAIR, {"keep": 0.1, "parts": "blocks"}, "`keep`: expected at most 4 of 6 blocks .* removes 5"),
         (llama, BATCH, {"remove": 1}, "got model.layers.0: it is the only block of its stack"),
         (

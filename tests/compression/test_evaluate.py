@@ -66,15 +66,14 @@ def test_costs_of_each_length_are_those_of_plain_passes(keep: dict[str, float], 
         )
 
 
-@pytest.mark.parametrize("keep", [{"kv": 0.25}, {"width": 0.5}, {"heads": 0.9}])
-def test_the_printed_cost_of_the_demo_is_that_of_a_loop_by_hand(keep: dict[str, float]) -> None:
+def test_the_printed_cost_of_the_demo_is_that_of_a_loop_by_hand() -> None:
     """Within twice the spread on held-out windows of the demo's text, and within rounding of the print."""
     model, original = (
         transformers.AutoModelForCausalLM.from_pretrained(demo_model()).eval() for _ in range(2)
     )
     tokens = torch.tensor([byte + 3 for byte in demo_text().read_bytes()[: 12 * 256]]).view(12, 256)
     held_out = [{"input_ids": tokens[8:]}, {"input_ids": tokens[8:, :64]}]
-    done = rw.compress(model, [{"input_ids": tokens[:8]}], keep=keep, held_out=held_out)
+    done = rw.compress(model, [{"input_ids": tokens[:8]}], keep={"kv": 0.25}, held_out=held_out)
     printed = compression_document(done).sections[0].tables[0]
     for row, batch in zip(printed.rows, reversed(held_out), strict=True):
         added = []
@@ -136,15 +135,6 @@ def test_each_part_has_its_own_target_and_all_have_one_cost(keep: dict[str, floa
         assert sum(left) / len(left) == keep["heads"]
     if "kv" in keep:
         assert done.kept_cache.after <= keep["kv"] * done.kept_cache.before
-
-
-def test_a_part_is_the_same_alone_and_before_other_parts() -> None:
-    batch = ids(6, 30)
-    both = rw.compress(gpt2(), [batch], keep={"kv": 0.5}, tolerance={"width": 0.01})
-    alone = rw.compress(gpt2(), [batch], tolerance={"width": 0.01})
-    assert [head.width for head in both.heads] == [head.width for head in alone.heads]
-    assert both.attention_kl == alone.attention_kl
-    assert both.kept_cache.after <= 0.5 * both.kept_cache.before < alone.kept_cache.after
 
 
 class TwoWidths(nn.Module):
