@@ -86,7 +86,7 @@ def test_the_command_reports_costs_and_writes_a_model(run: Run) -> None:
     options = ("--keep", "width=0.5", "--calibration-steps", 4, "--time", "--out", "half")
     done = run("compress", "own.py:build", *options)
     record = Compression.load("half")
-    assert record.mean_width == 4
+    assert sum(head.width for head in record.heads) == 4 * len(record.heads)
     assert record.measured_on == "held-out data"
     assert math.isfinite(record.worst.loss_before)
     assert record.worst.loss_after != record.worst.loss_before

@@ -28,7 +28,6 @@ def test_a_record_is_saved_into_a_folder_and_loaded(tmp_path: Path) -> None:
         assert loaded.model_dump_json() == RECORD.model_dump_json()
         assert math.isnan(loaded.layers[0].attention_kl)
     assert Compression.load(tmp_path).model == "m"
-    assert loaded.mean_width == 0
 
 
 def test_widths_are_listed_by_the_original_numbers_of_heads() -> None:

@@ -7,7 +7,6 @@ from pydantic import Field
 
 from rankwise._internals.files import SavedRecord
 from rankwise._internals.records import Number, Record
-from rankwise._internals.statistics import mean
 
 CACHE_TOKENS = 4096
 """Number of tokens of the sequence to whose cache a share to keep refers, if the model reads as many."""
@@ -244,13 +243,3 @@ class Compression(SavedRecord):
         """Cache to which the share to keep refers: of 4,096 tokens, or the most that the model reads."""
         sizes = [size for size in self.cache if size.tokens <= CACHE_TOKENS]
         return sizes[-1] if sizes else CacheSize(tokens=0, before=0, after=0)
-
-    @property
-    def mean_width(self) -> float:
-        """Mean width of key heads. If only heads were removed, mean width of the remaining heads.
-
-        0 if there are no widths.
-        """
-        widths = [head.width for head in self.heads if head.part != "heads"]
-        widths = widths or [head.width for head in self.heads if head.width]
-        return mean(widths) if widths else 0.0

@@ -123,8 +123,8 @@ def compress(
         >>> model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=50)).eval()
         >>> batch = {"input_ids": torch.randint(0, 50, (4, 24))}
         >>> done = rw.compress(model, [batch], keep={"width": 0.75, "kv": 0.5})
-        >>> done.parts, done.mean_width, done.kept_cache.after / done.kept_cache.before <= 0.5
-        (['width', 'kv'], 12.0, True)
+        >>> done.parts, done.kept_cache.after / done.kept_cache.before <= 0.5
+        (['width', 'kv'], True)
     """
     targets = part_targets(parts, keep, tolerance, remove)
     named = any((parts is not None, remove, isinstance(keep, Mapping), isinstance(tolerance, Mapping)))

@@ -63,8 +63,8 @@ def _headline(record: Compression, removed: list[HeadWidth], narrowed: list[Head
         )
         words.append(f"{before:.0f} key heads per layer merged to {after:.0f}")
     if narrowed:
-        before = mean(head.before for head in narrowed)
-        words.append(f"queries and keys narrowed from {before:.0f} to {record.mean_width:.1f} on average")
+        before, after = mean(head.before for head in narrowed), mean(head.width for head in narrowed)
+        words.append(f"queries and keys narrowed from {before:.0f} to {after:.1f} on average")
     if record.latents:
         rank = mean(latent.rank for latent in record.latents)
         channels = mean(latent.channels for latent in record.latents)
