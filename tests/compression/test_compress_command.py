@@ -163,7 +163,6 @@ def test_without_a_change_nothing_is_written(run: Run) -> None:
 
 
 REFUSED: list[tuple[tuple[object, ...], str]] = [
-    (("--keep", 1.5), "in (0, 1)"),
     (("--keep", 0.5, "--tolerance", 0.1), "got keep and tolerance"),
     (("--parts", "heads,qqk"), f"one of {', '.join(rw.compression.PARTS)}"),
     (("--keep", "=0.5"), "--keep: expected a number, or PART=NUMBER, got =0.5"),

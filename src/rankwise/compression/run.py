@@ -252,9 +252,12 @@ def check_compressible(model: nn.Module) -> None:
     )
     instance_of("`model`", model, nn.Module, "a torch.nn.Module", fix=fix)
     check_capturable(model)
-    if layer := quantized_layer(model):
-        fix = "Compress the original model, then quantize the result."
-        raise CompressionError(subject, expected="weights in floating point", got=layer, fix=fix)
+    for name, module in model.named_modules():
+        for kind in (type(module), *(type(weight.data) for weight in module.parameters(recurse=False))):
+            if kind.__module__.startswith(QUANTIZERS):
+                got = f"{name!r}, quantized ({kind.__module__}.{kind.__name__})"
+                fix = "Compress the original model, then quantize the result."
+                raise CompressionError(subject, expected="weights in floating point", got=got, fix=fix)
     if torch.is_inference_mode_enabled() or any(weight.is_inference() for weight in model.parameters()):
         got = "torch.inference_mode(), or weights made in it"
         fix = "Load the model and call this outside of it."
@@ -266,15 +269,6 @@ def check_compressible(model: nn.Module) -> None:
         raise CompressionError(subject, expected=expected, got=got, fix=fix)
     for inner in pretrained_models(model):
         check_config(inner)
-
-
-def quantized_layer(model: nn.Module) -> str:
-    """Return the name and class of the first layer with quantized weights; "" if there is none."""
-    for name, module in model.named_modules():
-        for kind in (type(module), *(type(weight.data) for weight in module.parameters(recurse=False))):
-            if kind.__module__.startswith(QUANTIZERS):
-                return f"{name!r}, quantized ({kind.__module__}.{kind.__name__})"
-    return ""
 
 
 def find_parts(model: nn.Module, batch: Any, names: Sequence[str] | None) -> dict[str, Found[Any]]:
