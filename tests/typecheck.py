@@ -13,7 +13,7 @@ from typing import Any
 import jaxtyping
 from beartype import beartype
 
-_jaxtyped = jaxtyping.jaxtyped
+_jaxtyped = getattr(jaxtyping.jaxtyped, "replaced", jaxtyping.jaxtyped)  # doctests load this file again
 SHAPES = _jaxtyped("context")
 """Context in which each axis name has one size."""
 
@@ -58,4 +58,5 @@ def jaxtyped(fn: Any = None, **options: Any) -> Any:
     return either
 
 
+jaxtyped.replaced = _jaxtyped  # type: ignore[attr-defined]
 jaxtyping.jaxtyped = jaxtyped

@@ -12,6 +12,7 @@ Expect    loss added, nats per byte: 0.0000 at 1/2, 0.001 ± 0.0005 at 1/4, 0.01
           of decoding 1.0 to 1.3 times as long for one sequence, two to three times for 8, prefill the same.
 """
 
+import os
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
@@ -112,6 +113,8 @@ def steps(recipe: Recipe, model: nn.Module) -> list[dict[str, Any]]:
             for name, (_, where) in models.items():
                 row[f"prefill_{name}"] = round(1e3 * prefill[name], 1)
                 row[f"step_{name}"] = round(1e3 * median(times[name]), 2)
+                # freed memory is returned, so that resident memory is that of live tensors
+                os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
                 with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
                     row[f"memory_{name}"] = process.submit(cache_memory, where, batch, tokens).result()
             found.append(row)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from experiments.zoo.transformers import BERT, hugging_face
+from experiments.zoo.transformers import BERT, LLAMA, hugging_face
 from tests.support.modules import token_ids
 
 import rankwise as rw
@@ -103,3 +103,17 @@ def test_many_sequences_are_folded_into_two_rows_per_channel_without_a_change() 
     state = rw.Audit.merge(inputs(tokens, 20, keep_moments=True)).states[0]
     assert state.pooled_effective_rank == pytest.approx(rank(tokens.double().mean(1)), rel=1e-12)
     assert len(state.pooled["pooled_effective_rank"].array()) <= 8
+
+
+def test_keys_that_a_mask_repeats_for_each_query_head_are_counted_once() -> None:
+    """Grouped keys are read as they are without a mask, and repeated for each query head with one."""
+    model = hugging_face("LlamaForCausalLM", "LlamaConfig", **LLAMA)().eval()
+    batch = token_ids(6, 24)
+    ones = torch.ones_like(batch["input_ids"])
+    ones[-1, -1] = 0
+    masked = {name: part[3:] for name, part in (batch | {"attention_mask": ones}).items()}
+    free = {"input_ids": batch["input_ids"][:3]}
+    mixed, alone = rw.audit(model, [free, masked]), rw.audit(model, [masked])
+    last = rw.Audit.merge([rw.audit(model, [part], keep_moments=True) for part in (masked, free)])
+    assert numbers(mixed) == pytest.approx(numbers(last), rel=1e-9, nan_ok=True)
+    assert numbers(mixed) != pytest.approx(numbers(alone), rel=1e-3, nan_ok=True)

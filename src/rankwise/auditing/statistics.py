@@ -5,7 +5,9 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from itertools import chain
+from operator import add
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -119,7 +121,9 @@ class HeadStatistics:
         else:
             self.logits = self.logits or other.logits
         for name, rows in other.rows.items():
-            self.rows[name] = self.rows[name] + rows if name in self.rows else rows
+            both = [self.rows[name], rows] if name in self.rows else [rows]
+            fewest = min(len(rows.count) for rows in both)  # with a mask, some models repeat grouped keys
+            self.rows[name] = reduce(add, (rows.every(len(rows.count) // fewest) for rows in both))
 
     def to_records(self, *, keep_moments: bool = False) -> list[HeadRecord]:
         """Return a record per head, with the moments of keys and values if ``keep_moments``."""

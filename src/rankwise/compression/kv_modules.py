@@ -424,9 +424,8 @@ class LatentCache(DynamicLayer):
         if not old:
             return key_states, value_states
         now = copy.copy(self)
-        if (
-            torch.compiler.is_compiling() or in_function_mode()
-        ):  # a mode may read tensors that are not decoded
+        # a mode or another class of tensors may read tensors that are not decoded
+        if torch.compiler.is_compiling() or in_function_mode() or type(key_states) is not Tensor:
             return now.whole_keys(key_states), now.whole_values(value_states)
         return (
             Undecoded.of(now, key_states, partial(now.whole_keys, key_states)),

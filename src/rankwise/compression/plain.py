@@ -101,7 +101,9 @@ def _as_saved(config: PreTrainedConfig) -> PreTrainedConfig:
     new = type(config).from_dict(json.loads(config.to_json_string()))
 
     def set_kernels(new: PreTrainedConfig, old: PreTrainedConfig) -> None:  # files do not have these fields
-        vars(new).update({name: value for name, value in vars(old).items() if name.endswith("_internal")})
+        vars(new).update(
+            {name: value for name, value in vars(old).items() if name.endswith("implementation_internal")}
+        )
         for name in old.sub_configs:
             if isinstance(inner := getattr(old, name, None), PreTrainedConfig):
                 set_kernels(getattr(new, name), inner)

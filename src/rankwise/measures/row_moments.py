@@ -50,6 +50,10 @@ class RowMoments:
         """Return the moments of both sets of rows together."""
         return RowMoments(self.moments + other.moments, self.count + other.count)
 
+    def every(self, step: int) -> "RowMoments":
+        """Return the moments of every ``step``-th matrix."""
+        return RowMoments(self.moments[::step], self.count[::step])
+
     def sum_sequences(self) -> "RowMoments":
         """Return moments (B, …) summed over sequences; a matrix skips its non-finite sequences."""
         finite = self.moments.isfinite().all(-1).all(-1)

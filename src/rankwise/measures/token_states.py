@@ -310,7 +310,7 @@ def effective_rank_without_massive(
 
 def without_massive(tokens: Shaped[Tensor, "B T D"], mask: TokenMask | None = None) -> TokenMask:
     """Return True for real tokens that are not massive; see `massive_tokens`."""
-    norms, median, _ = _norms(tokens, mask, "`without_massive`")
+    norms, median, _ = _norms(tokens, mask, "`effective_rank_without_massive`")
     real = torch.ones_like(norms, dtype=torch.bool) if mask is None else mask.to(norms.device)
     return real & ~(norms > MASSIVE * median)
 
