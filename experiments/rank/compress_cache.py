@@ -61,10 +61,10 @@ def run_split(recipe: Recipe, split: int) -> dict[str, Any]:
             model, calibration, keep=keep, parts=("kv",), held_out=held_out, time=False, seed=split
         )
         found["keeps"][str(keep)] = {
-            "loss_before": round(record.loss_before, 5),
-            "loss_after": round(record.loss_after, 5),
-            "cache_bytes_before": record.cache_bytes_before // record.kept_cache.tokens,  # per token
-            "cache_bytes_after": record.cache_bytes_after // record.kept_cache.tokens,  # per token
+            "loss_before": round(record.worst.loss_before, 5),
+            "loss_after": round(record.worst.loss_after, 5),
+            "cache_bytes_before": record.kept_cache.before // record.kept_cache.tokens,  # per token
+            "cache_bytes_after": record.kept_cache.after // record.kept_cache.tokens,  # per token
             "parameters_before": record.parameters_before,
             "parameters_after": record.parameters_after,
             "ranks": [one.rank for one in record.latents],

@@ -68,7 +68,7 @@ def keep_pairs(
         for head in record.heads:
             widths.setdefault(head.layer, []).append(head.width // 2)
         found |= {"kept": list(widths.values())}
-        found[name] = {"loss": round(record.loss_after, 5), "kl": round(record.attention_kl, 5)}
+        found[name] = {"loss": round(record.worst.loss_after, 5), "kl": round(record.attention_kl, 5)}
     return found
 
 
@@ -92,11 +92,11 @@ def remove_heads(calibration: list[Any], held_out: list[Any], tolerance: float) 
     )
     return {
         "gone": [[head.layer, head.head] for head in record.heads if not head.width],
-        "loss": round(record.loss_after, 5),
+        "loss": round(record.worst.loss_after, 5),
         "parameters_before": record.parameters_before,
         "parameters_after": record.parameters_after,
-        "cache_bytes_before": record.cache_bytes_before // record.kept_cache.tokens,  # per token
-        "cache_bytes_after": record.cache_bytes_after // record.kept_cache.tokens,  # per token
+        "cache_bytes_before": record.kept_cache.before // record.kept_cache.tokens,  # per token
+        "cache_bytes_after": record.kept_cache.after // record.kept_cache.tokens,  # per token
     }
 
 

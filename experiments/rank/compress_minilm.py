@@ -70,7 +70,7 @@ def run_split(recipe: Recipe, folder: Path, train: list[str], test: list[str], s
             time=split == 0, seed=split,
         )  # fmt: skip
         own: dict[str, Any] = {"calibrated": round(record.attention_kl, 4)}
-        own |= {"output_error": round(record.output_error, 4), "parameters": record.parameters_after}
+        own |= {"output_error": round(record.worst.output_error, 4), "parameters": record.parameters_after}
         if split == 0 or width == recipe.widths[len(recipe.widths) // 2]:
             own["retrieval"] = score(model)
         found["widths"][str(width)] = own

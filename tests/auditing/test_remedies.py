@@ -482,7 +482,8 @@ def check_removal(audit: rw.Audit) -> None:
     done, saved = compressed(*printed(finding, audit.provenance))
     heads, promised = finding.evidence["heads"], finding.evidence["parameters"]
     removed = sum(not head.width for head in done.heads)
-    cost = done.output_error**2 if math.isnan(done.loss_before) else done.loss_after / done.loss_before - 1
+    worst = done.worst
+    cost = worst.output_error**2 if math.isnan(worst.loss_before) else worst.loss_added / worst.loss_before
     most = promised * removed / heads
     # of a group of G heads, only the whole group saves its key head: (2G + 2)/G for 2 parts of each head
     whole = 1 + 1 / audit.heads[0].heads_per_group

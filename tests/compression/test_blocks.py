@@ -46,11 +46,6 @@ from rankwise.importance import passes_without_blocks
 
 FOUR: dict[str, Any] = {**SIZES, **IDS, "num_hidden_layers": 4, "num_key_value_heads": 2}
 SLIDING: dict[str, Any] = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"] * 2}
-EXPERTS: dict[str, Any] = {
-    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
-    "moe_intermediate_size": 16, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 4, "v_head_dim": 8,
-}  # fmt: skip
 PICTURES: dict[str, Any] = {
     "image_size": 16, "patch_size": 4, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4,
     "mlp_ratio": 1,
@@ -66,15 +61,9 @@ def gemma3(**sizes: Any) -> nn.Module:
     return sharpened(transformers.Gemma3ForCausalLM(config))
 
 
-def deepseek() -> nn.Module:
-    """The first two blocks have no experts."""
-    return made("DeepseekV3", **FOUR | EXPERTS | {"num_key_value_heads": 4, "first_k_dense_replace": 2})
-
-
 def qwen2_moe() -> nn.Module:
-    """Blocks 1 and 2 have no experts."""
     sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-    return made("Qwen2Moe", **FOUR, **sizes, mlp_only_layers=[1, 2], shared_expert_intermediate_size=16)
+    return made("Qwen2Moe", **FOUR, **sizes, shared_expert_intermediate_size=16)
 
 
 def t5() -> nn.Module:
@@ -98,7 +87,6 @@ FAMILIES: dict[str, tuple[Callable[[], nn.Module], dict[str, Tensor]]] = {
         BATCH,
     ),
     "gemma3": (gemma3, BATCH),
-    "deepseek": (deepseek, BATCH),
     "qwen2 moe": (qwen2_moe, BATCH),
     "opt": (opt, BATCH),
     "siglip": (siglip, IMAGES),
@@ -106,7 +94,7 @@ FAMILIES: dict[str, tuple[Callable[[], nn.Module], dict[str, Tensor]]] = {
     "t5": (t5, PAIR),
     "bart": (bart, PAIR),
 }
-DECODERS = ("gpt2", "llama", "qwen2", "gemma3", "deepseek", "qwen2 moe", "opt")
+DECODERS = ("gpt2", "llama", "qwen2", "gemma3", "qwen2 moe", "opt")
 
 
 def without(model: nn.Module, names: Iterable[str], batch: dict[str, Tensor]) -> Tensor:
@@ -166,10 +154,7 @@ def test_a_smaller_model_is_the_model_with_skipped_blocks_and_its_class_loads_it
     ("family", "gone", "fields"),
     [
         ("bert", {1, 2}, {"num_hidden_layers": 2, "num_attention_heads": 4}),
-        ("qwen2", {0, 3}, {"max_window_layers": 1, "layer_types": ["full_attention", "sliding_attention"]}),
-        ("gemma3", {1, 2}, {"layer_types": ["sliding_attention", "full_attention"]}),
-        ("deepseek", {0, 2}, {"first_k_dense_replace": 1}),
-        ("qwen2 moe", {0, 2}, {"mlp_only_layers": [0]}),
+        ("qwen2", {0, 3}, {"layer_types": ["full_attention", "sliding_attention"]}),
         ("dinov2", {0, 2}, {"stage_names": ["stem", "stage1", "stage2"], "out_indices": [2]}),
         ("t5", {1}, {"num_layers": 2, "num_decoder_layers": 3, "num_heads": 3}),
     ],
@@ -256,13 +241,15 @@ def test_blocks_are_removed_greedily_by_their_measured_joint_cost(monkeypatch: p
     assert [block.joint_cost for block in removed] == pytest.approx([cost for _, cost in expected], abs=1e-5)
     alone = [loss(original, batch, [block.site]) - loss(original, batch) for block in done.blocks]
     assert [block.cost for block in done.blocks] == pytest.approx(alone, abs=1e-5)
-    assert done.loss_after - done.loss_before == pytest.approx(removed[-1].joint_cost, abs=1e-5)
+    assert done.worst.loss_added == pytest.approx(removed[-1].joint_cost, abs=1e-5)
     assert len(model.transformer.h) == model.config.n_layer == 3
     sentence = compression_document(done).verdict.sentence
-    assert sentence.startswith(f"3 of 6 blocks removed: loss {done.loss_before:.4f} → {done.loss_after:.4f}")
+    assert sentence.startswith(
+        f"3 of 6 blocks removed: loss {done.worst.loss_before:.4f} → {done.worst.loss_after:.4f}"
+    )
 
 
-@pytest.mark.parametrize(("keep", "left"), [(0.67, 5), (0.9, 6), (0.1, 1)])
+@pytest.mark.parametrize(("keep", "left"), [(0.67, 5), (0.9, 6)])
 def test_a_share_keeps_at_least_as_many_blocks(keep: float, left: int) -> None:
     model, done = compressed(keep=keep)
     assert len(model.transformer.h) == left
@@ -314,17 +301,17 @@ def test_the_repair_is_a_weighted_least_squares_fit(family: str, stack: str) -> 
     assert not bias or float((new.bias - old.bias - added[-1]).detach().norm() / added[-1].norm()) < 1e-3
 
 
-@pytest.mark.parametrize("family", ["bert", "gemma3", "llama", "siglip"])
+@pytest.mark.parametrize("family", ["bert", "gemma3"])
 def test_a_repair_brings_states_nearer_to_the_states_after_the_gap(family: str) -> None:
-    """BERT and Gemma 3 have a norm after the last layer: its gains are fitted, too."""
+    """BERT and Gemma 3 have a norm after the last layer."""
     model, stacks, _ = found(family)
-    batch = ids(8, 24) if family != "siglip" else IMAGES
+    batch = ids(8, 24)
     block, gone = stacks[0].block(0), stacks[0].block(1)
     states: list[Tensor] = []
     reads = [block, gone, block]
     with untouched(model):
         layers = repair(passes_without_blocks(model, [batch]), stacks, {stacks[0].name: {1}})
-    assert len(layers) == (2 if family in ("bert", "gemma3") else 1)
+    assert len(layers) == 1
     for name, change in zip(reads, ({}, {}, layers), strict=True):
         changed = copy.deepcopy(model)
         for layer, module in change.items():
@@ -362,7 +349,7 @@ def test_a_repair_is_kept_only_if_it_helps_on_held_out_data(
     [note] = [note for note in done.notes if note.startswith("Repair")]
     after, before = (float(number) for number in re.findall(r"rises by (\S+) instead of (\S+) on", note)[0])
     assert ("(kept)" in note) == (after < before) == helps
-    assert done.loss_after - done.loss_before == pytest.approx(min(after, before), abs=1e-3)
+    assert done.worst.loss_added == pytest.approx(min(after, before), abs=1e-3)
 
 
 def worse(passes: Any, stacks: Any, plan: Any) -> dict[str, nn.Module]:
@@ -422,15 +409,8 @@ def test_a_process_without_rankwise_loads_the_folders(tmp_path: Path) -> None:
         (bert, BATCH, {"remove": 0}, "`remove`: expected a whole number of at least 1, got 0"),
         (bert, BATCH, {"remove": 2}, "`remove`: expected at most 1 of 2 blocks removed, got 2"),
         (bert, BATCH, {"remove": True}, "`remove`: expected a whole number of at least 1, got True"),
-        (bert, BATCH, {"remove": 1, "parts": "heads"}, "`remove`: expected None without the part 'blocks'"),
-        (
-            bert,
-            BATCH,
-            {"remove": 1, "keep": 0.5},
-            "part 'blocks': expected .*, or a number to remove",
-        ),
-        (bert, BATCH, {"remove": 1, "parts": ["blocks", "heads"]}, "part 'heads': expected .*, got None"),
-        (t5, PAIR, {"remove": 5}, "`remove`: expected at most 4 of 6 blocks removed, got 5"),
+        (bert, BATCH, {"remove": 1, "parts": "heads"}, "part 'heads': expected .*, got none"),
+        (bert, BATCH, {"remove": 1, "keep": 0.5}, "part 'blocks': expected .*, got keep and remove"),
         (t5, PAIR, {"keep": 0.1, "parts": "blocks"}, "`keep`: expected at most 4 of 6 blocks .* removes 5"),
         (llama, BATCH, {"remove": 1}, "got model.layers.0: it is the only block of its stack"),
         (

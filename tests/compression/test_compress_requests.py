@@ -1,8 +1,6 @@
 """Refused requests to compress with their remedies, notes, and timing."""
 
 from collections.abc import Callable
-from functools import wraps
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +12,6 @@ from tests.compression.compression_cases import (
     deberta,
     gpt2,
     ids,
-    latent_layers,
     llama,
     made,
     mpnet,
@@ -24,10 +21,8 @@ from tests.support.documents import compression_document
 from tests.support.untouched import untouched
 from tests.unchecked import unchecked
 from torch import nn
-from torch.nn import functional as F
 
 import rankwise as rw
-from rankwise.compression.kv_modules import LatentCache
 from rankwise.compression.width_modules import NarrowProjection
 from rankwise.errors import CompressionError, InputError
 
@@ -112,22 +107,6 @@ def test_all_parts_are_tried_before_the_work_and_named_in_one_message() -> None:
     assert rw.compress(model, [ids()], keep=0.5, parts=("heads", "width")).parts == ["heads", "width"]
 
 
-def test_each_model_decodes_from_its_own_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, pairs = llama(), set()
-    run = type(model).forward
-
-    @wraps(run)
-    def recorded(model: nn.Module, *args: Any, **given: Any) -> Any:
-        cache = given.get("past_key_values")
-        if cache is not None and given["input_ids"].shape[1] == 1:  # a step of decoding
-            pairs.add((bool(latent_layers(model)), isinstance(cache.layers[0], LatentCache)))
-        return run(model, *args, **given)
-
-    monkeypatch.setattr(type(model), "forward", recorded)
-    rw.compress(model, [ids(8, 30)], keep=0.4, parts="kv", time=True)
-    assert pairs == {(True, True), (False, False)}
-
-
 @pytest.mark.parametrize(
     ("make", "part", "target"),
     [
@@ -143,47 +122,32 @@ def test_a_target_that_removes_nothing_changes_nothing(
     model = make()
     with untouched(model):
         done = rw.compress(model, [ids()], parts=part, calibrate=1, **target)
-    assert done.output_kl == done.output_error == 0
+    assert done.worst.output_kl == done.worst.output_error == 0
     assert part == "kv" or done.attention_kl == 0
     assert any(note.startswith(f"{part}: nothing was removed. Lower `keep`") for note in done.notes)
     assert not any("above the tolerance" in note for note in done.notes)
-
-
-def test_latents_that_add_parameters_are_in_the_headline(tmp_path: Path) -> None:
-    done = rw.compress(llama(), [ids(8, 24)], keep=0.9, parts="kv")
-    more = done.parameters_after / done.parameters_before - 1
-    assert more > 0
-    assert f"{more:.1%} more parameters" in done.to_html(tmp_path / "page.html").read_text("utf-8")
 
 
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
         ({"calibrate": 1.5}, "`calibrate`: expected a whole number of at least 0, got 1.5"),
-        ({"calibrate": True}, "got True"),
-        ({"calibrate": -1}, "at least 0"),
         ({"keep": True}, "got True"),
         ({"keep": "half"}, "`keep`.*got 'half'"),
         ({"keep": 0}, "`keep`: expected a number in .0, 1., got 0"),
-        ({"keep": 1}, "in .0, 1."),
-        ({"keep": float("nan")}, "in .0, 1."),
         ({"keep": 0.05, "parts": "width"}, "a width of at least 1 on average"),
         ({"keep": {"kv": 0.01}}, "Keep more"),
-        ({"keep": {"width": 0.5, "kv": 1.5}}, "`keep`: expected a number in .0, 1., got 1.5"),
-        ({"tolerance": "0.1"}, "`tolerance`.*got '0.1'"),
         ({"tolerance": 0}, "in .0, ∞."),
         ({"parts": ("widths",)}, "got 'widths'. Did you mean width"),
-        ({"parts": "qk"}, "got 'qk'"),
         ({"parts": ()}, "`parts`: expected at least one part, got none"),
         ({"keep": {"qq": 0.5}}, "`parts`: expected one of .* got 'qq'"),
         ({"keep": {}}, "`parts`: expected at least one part, got none"),
         (
             {"keep": {"width": None}},
-            "part 'width': expected a share .* or a tolerance, got None. Omit the part",
+            "part 'width': expected a share .* or a tolerance.*, got none. Omit the part",
         ),
-        ({"keep": {"width": 0.5}, "tolerance": {"width": 0.1}}, "part 'width': .* got both. Omit one"),
-        ({"keep": {"width": 0.5}, "tolerance": 0.1}, "part 'width': .* got both. Omit one"),
-        ({"keep": 0.5, "tolerance": 0.1}, "a share to keep or a tolerance, got both"),
+        ({"keep": {"width": 0.5}, "tolerance": {"width": 0.1}}, "got keep and tolerance. Omit one"),
+        ({"keep": 0.5, "tolerance": 0.1}, "a share to keep or a tolerance.*got keep and tolerance"),
         ({"keep": {"width": 0.5}, "parts": "kv"}, "`parts`: expected None, .* got 'kv'"),
         ({"parts": 3}, f"`parts`: expected one of {', '.join(rw.compression.PARTS)}, got 3"),
     ],
@@ -216,47 +180,30 @@ def test_the_name_of_a_model_is_refused() -> None:
 class Adapter(nn.Module):
     """A linear layer with low-rank adapters, as peft builds it."""
 
-    def __init__(self, base_layer: Any, size: float) -> None:
+    def __init__(self, base_layer: Any) -> None:
         super().__init__()
         self.base_layer = base_layer
         outputs = base_layer.out_features if isinstance(base_layer, nn.Linear) else base_layer.nf
         inputs = base_layer.weight.numel() // outputs
         self.lora_A = nn.ModuleDict({"default": nn.Linear(inputs, 2, bias=False)})
         self.lora_B = nn.ModuleDict({"default": nn.Linear(2, outputs, bias=False)})
-        nn.init.normal_(self.lora_B["default"].weight, std=size)
+        nn.init.normal_(self.lora_B["default"].weight, std=1.0)
 
     def forward(self, x: torch.Tensor) -> Any:
         return self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x))
 
 
-def adapted(make: Make, *layers: str, size: float = 1.0) -> Make:
+def adapted(make: Make, *layers: str) -> Make:
     """Models with adapters on the layers whose names end as given."""
 
     def build() -> nn.Module:
         model = make()
         for name, module in list(model.named_modules()):
             if name.endswith(layers):
-                model.set_submodule(name, Adapter(module, size))
+                model.set_submodule(name, Adapter(module))
         return model.eval()
 
     return build
-
-
-class OwnWeights(nn.Module):
-    """Attention whose weights (heads, width, D) lie in no linear layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.Parameter(torch.randn(3, 4, 8, 32) / 5)
-        self.output = nn.Linear(32, 32)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        q, k, v = torch.einsum("btd,nhkd->nbhtk", x, self.qkv)
-        return self.output(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-
-
-def own_weights() -> nn.Module:
-    return nn.Sequential(nn.Embedding(61, 32), OwnWeights())
 
 
 def tanh_bert() -> nn.Module:
@@ -277,17 +224,11 @@ REFUSED_MODELS = [
     (qwen3, "width", "queries come from .*q_norm', which is of class Qwen3RMSNorm, not nn.Linear"),
     (adapted(gpt2, "c_attn"), "heads", MERGE),
     (adapted(gpt2, "c_attn"), "width", f"its queries come from .*c_attn', {MERGE}"),
-    (adapted(gpt2, "c_attn", size=0), "width", MERGE),
     (adapted(gpt2, "c_attn"), "kv", f"its values come from .*c_attn', {MERGE}"),
     (adapted(gpt2, "attn.c_proj"), "heads", MERGE),
-    (lambda: attention(adapted(gpt2, "c_attn")(), "eager"), "width", MERGE),
-    (adapted(bert, "attention.output.dense"), "heads", f"output.dense., {MERGE}"),
-    (adapted(llama, "q_proj"), "width", f"its queries come from .*q_proj', {MERGE}"),
     (adapted(llama, "k_proj"), "width", f"its keys come from .*k_proj', {MERGE}"),
     (adapted(llama, "k_proj"), "kv", f"its keys come from .*k_proj', {MERGE}"),
-    (own_weights, "width", r"not from an nn.Linear: 'qkv' \(3, 4, 8, 32\)"),
-    (own_weights, "heads", r"not from an nn.Linear: 'qkv' \(3, 4, 8, 32\)"),
-    (torch_layer, "width", r"'self_attn.in_proj_weight' \(96, 32\)|'in_proj_weight' \(96, 32\)"),
+    (torch_layer, "width", r"not from an nn.Linear: '(self_attn\.)?in_proj_weight' \(96, 32\)"),
 ]
 
 
@@ -316,29 +257,11 @@ def test_the_part_kv_names_batches_without_names() -> None:
         rw.compress(gpt2(), [(ids()["input_ids"],)], keep={"kv": 0.5})
 
 
-@pytest.mark.parametrize("part", ["heads", "width", "kv"])
-def test_adapters_of_peft_are_compressed_after_their_merge(part: str) -> None:
-    peft = pytest.importorskip("peft")
-    options = peft.LoraConfig(target_modules=["c_attn"], r=2, init_lora_weights=False)
-    model = peft.get_peft_model(gpt2(), options).eval()
-    with pytest.raises(CompressionError, match=MERGE):
-        rw.compress(model, [ids()], keep=0.5, parts=part)
-    assert not rw.compress(model.merge_and_unload(), [ids()], keep=0.5, parts=part).left_out
-
-
 def test_a_model_without_data_or_compression_is_refused() -> None:
     with pytest.raises(InputError, match="at least one batch"):
         rw.compress(gpt2(), [], keep=0.5)
     with pytest.raises(CompressionError, match="Compress it first"):
         rw.compression.save_compressed(gpt2(), "nowhere")
-
-
-@pytest.mark.parametrize("name", ["batches", "held_out"])
-def test_a_single_batch_is_refused_with_its_remedy(name: str) -> None:
-    for batch in (ids()["input_ids"], ids()):
-        given = {"batches": [ids()], name: batch}
-        with pytest.raises(InputError, match=rf"`{name}`.*\[batch\]"):
-            rw.compress(bert(), **given, keep=3 / 8)
 
 
 @pytest.mark.parametrize(
@@ -381,24 +304,22 @@ def quantized(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("part", ["heads", "width", "kv", None])
-def test_quantized_weights_are_refused_before_the_work(part: str | None) -> None:
+def test_quantized_weights_are_refused_before_the_work() -> None:
     model = quantized(with_linear())
     said = r"got 'transformer\.h\.1\.mlp\.c_fc', quantized .*Compress the original model, then quantize"
     with untouched(model), pytest.raises(CompressionError, match=said):
-        rw.compress(model, [ids()], keep=0.5, parts=part)
-    rw.compress(original := with_linear(), [ids()], keep=0.5, parts=part)
+        rw.compress(model, [ids()], keep=0.5)
+    rw.compress(original := with_linear(), [ids()], keep=0.5)
     with torch.no_grad():
         assert quantized(original)(**ids()).logits.isfinite().all()
 
 
-@pytest.mark.parametrize("part", ["heads", "width", "kv", None])
-def test_inference_mode_is_refused_before_the_work(part: str | None) -> None:
+def test_inference_mode_is_refused_before_the_work() -> None:
     said = "expected a model with derivatives, got torch.inference_mode"
     model = gpt2()
     with torch.inference_mode(), pytest.raises(CompressionError, match=said):
-        rw.compress(model, [ids()], keep=0.5, parts=part)
-    assert rw.compress(model, [ids()], keep=0.5, parts=part).parts
+        rw.compress(model, [ids()], keep=0.5)
+    assert rw.compress(model, [ids()], keep=0.5).parts
 
 
 @pytest.mark.parametrize("verb", ["compress", "add λ-skips", "certify"])

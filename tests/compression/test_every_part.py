@@ -125,12 +125,12 @@ def test_a_cache_changes_no_output(part: str, family: str) -> None:
     stepped, cache = in_steps(model, BATCH)
     assert off(stepped, whole) < CLOSE
     tokens = done.kept_cache.tokens
-    assert done.cache_bytes_after == cache_bytes(cache) // BATCH["input_ids"].numel() * tokens
+    assert done.kept_cache.after == cache_bytes(cache) // BATCH["input_ids"].numel() * tokens
     if part == "width":
-        saved = (done.cache_bytes_before - done.cache_bytes_after) // tokens
+        saved = (done.kept_cache.before - done.kept_cache.after) // tokens
         assert saved == 4 * sum(head.before - head.width for head in done.heads)
     elif "kv" in part:
-        assert done.cache_bytes_after <= FOUND[part][0]["kv"] * done.cache_bytes_before
+        assert done.kept_cache.after <= FOUND[part][0]["kv"] * done.kept_cache.before
     assert torch.equal(in_steps(copy.deepcopy(model), BATCH)[0], stepped)
     generate: Any = model.generate
     for beams in (1, 3) if (part, family) in SOME else ():
@@ -193,9 +193,8 @@ def test_the_record_has_the_attention_kl_of_the_first_layer(family: str, calibra
     close = {"rel": 1e-3, "abs": 1e-6} if family not in ROTARY else {"rel": 1e-2, "abs": 1e-5}
     assert terms.mean().item() == pytest.approx(done.layers[0].attention_kl, **close)
     assert done.layers[0].attention_kl > 1e-4  # it was a real change
-    assert done.mean_width == 4 or (
-        family in (*ROTARY, "smollm3") and 3 <= done.mean_width < 4
-    )  # whole pairs
+    width = sum(widths(done)) / len(done.heads)
+    assert width == 4 or (family in (*ROTARY, "smollm3") and 3 <= width < 4)  # whole pairs
 
 
 @pytest.mark.parametrize(("part", "family"), [*SINGLE, ("width", "llama")])
@@ -246,45 +245,37 @@ def test_a_tolerance_bounds_the_cost_and_a_tighter_one_keeps_more(part: str, fam
 
 
 @pytest.mark.parametrize("family", ["gpt2", "glm"])
-@pytest.mark.parametrize("tolerance", [0.02, 0.005])
-def test_a_tolerance_bounds_the_cost_on_all_calibration_data(family: str, tolerance: float) -> None:
+def test_a_tolerance_bounds_the_cost_on_all_calibration_data(family: str) -> None:
     """The first 16 sequences cost nothing."""
     same = {"input_ids": torch.full((16, 24), 7)}
     make = FOUND["width"][1][family]
-    done = rw.compress(make(), [same, ids(16, 24, 5)], tolerance={"width": tolerance})
-    assert done.attention_kl <= tolerance
+    done = rw.compress(make(), [same, ids(16, 24, 5)], tolerance={"width": 0.02})
+    assert done.attention_kl <= 0.02
     assert sum(head.width for head in done.heads) < sum(head.before for head in done.heads)
     assert not any("above the tolerance" in note for note in done.notes)
 
 
 @pytest.mark.parametrize(
     ("part", "tolerance", "above"),
-    [("heads", 0.2, True), ("heads", 3.0, False), ("width", 0.01, True), ("kv", 1e-4, True)],
+    [("heads", 0.2, True), ("heads", 3.0, False), ("width", 0.01, True)],
 )
 def test_a_held_out_cost_above_the_tolerance_is_noted(part: str, tolerance: float, above: bool) -> None:
     model, same = decided(), {"input_ids": torch.full((16, 24), 7)}
     data, held_out = own_words(model, same), own_words(model, ids(16, 24, 5))
     done = rw.compress(model, [data], tolerance=tolerance, parts=part, held_out=[held_out])
-    cost = {"width": done.attention_kl, "kv": done.output_kl}.get(
-        part, done.loss_after / done.loss_before - 1
-    )
+    cost = done.attention_kl if part == "width" else done.worst.loss_added / done.worst.loss_before
     assert (cost > tolerance) == above
     said = f"{part}: the cost on held-out data is {cost:.3g}, above the tolerance {tolerance:g}."
     assert [note for note in done.notes if "above the tolerance" in note] == [said] * above
 
 
-@pytest.mark.parametrize("family", NARROWED)
-def test_heads_keep_their_numbers_and_removed_heads_are_listed(family: str) -> None:
-    parts = ("heads", "width")
-    make = gpt2 if family == "gpt2" else lambda: llama(2)
-    done = rw.compress(
-        make(), [{**ids(8, 30), "labels": ids(8, 30)["input_ids"]}], keep=dict.fromkeys(parts, 0.6)
-    )
+def test_heads_keep_their_numbers_and_removed_heads_are_listed() -> None:
+    batch = {**ids(8, 30), "labels": ids(8, 30)["input_ids"]}
+    done = rw.compress(llama(2), [batch], keep={"heads": 0.6, "width": 0.6})
     assert done.tokens == 240
     gone = {(head.site, head.head) for head in done.heads if not head.width}
     assert gone
-    group = 1 if family == "gpt2" else 2  # query heads of a key head
-    left = {(head.site, head.head // group) for head in done.heads if head.part == "heads" and head.width}
+    left = {(head.site, head.head // 2) for head in done.heads if head.part == "heads" and head.width}
     assert {(head.site, head.head) for head in done.heads if head.part != "heads"} == left
     [note] = [note for note in done.notes if note.startswith("Removed heads: ")]
     listed = [one.partition(" ") for one in note.removeprefix("Removed heads: ").rstrip(".").split("; ")]
@@ -362,15 +353,6 @@ def test_nan_is_refused_by_name(part: str, family: str) -> None:
 def test_too_little_text_is_refused(part: str, make: Make) -> None:
     with pytest.raises(CompressionError, match="Give more text"):
         rw.compress(make(), [ids(1, 3)], keep={part: 0.5})
-
-
-@pytest.mark.parametrize(
-    ("part", "family"), [case for case in SOME if case[0] not in ("blocks", "key-heads")]
-)
-def test_a_compressed_model_is_not_compressed_again(part: str, family: str) -> None:
-    model = copy.deepcopy(compressed(part, family).model)
-    with pytest.raises(CompressionError, match="not compressed yet"):
-        rw.compress(model, [ids(8, 30)], keep=FOUND[part][0])
 
 
 @pytest.mark.parametrize("part", PARTS)

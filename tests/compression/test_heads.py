@@ -137,10 +137,10 @@ def test_the_loss_stays_in_the_tolerance_and_a_head_without_output_is_removed() 
     batch = own_words(model, ids())
     done = compress(model, [batch], tolerance=1e-6, parts="heads")
     assert {(h.layer, h.head) for h in done.heads if not h.width} == {(1, 1)}
-    assert done.loss_after == pytest.approx(done.loss_before, rel=1e-6)
+    assert done.worst.loss_after == pytest.approx(done.worst.loss_before, rel=1e-6)
     model = decided()
     done = compress(model, [own_words(model, ids())], tolerance=2.0, parts="heads")
-    assert done.loss_after <= done.loss_before * 3 + 1e-5
+    assert done.worst.loss_after <= done.worst.loss_before * 3 + 1e-5
     assert 1 <= sum(not head.width for head in done.heads) < 8
 
 
@@ -151,7 +151,7 @@ def test_a_share_is_kept(keep: float, left: int) -> None:
     assert sum(head.width > 0 for head in done.heads) == left
     # an empty layer holds a head of zeros
     slots = left + sum(isinstance(layer.attn.c_attn, EmptyLinear) for layer in model.transformer.h)
-    assert done.cache_bytes_after == done.cache_bytes_before * slots // 8
+    assert done.kept_cache.after == done.kept_cache.before * slots // 8
 
 
 def test_a_shared_layer_counts_its_heads_once() -> None:
@@ -169,7 +169,7 @@ def test_grouped_queries_are_removed_with_their_keys() -> None:
     assert [head.head for head in done.heads if not head.width] in ([0, 1], [2, 3])
     attention = model.model.layers[0].self_attn
     assert [getattr(attention, f"{name}_proj").weight.shape[0] for name in "qkv"] == [16, 8, 8]
-    assert done.cache_bytes_after * 2 == done.cache_bytes_before
+    assert done.kept_cache.after * 2 == done.kept_cache.before
 
 
 @pytest.mark.parametrize(

@@ -141,16 +141,16 @@ def test_the_record_says_what_uniformity_costs() -> None:
     other = compress(free, [ids(8, 30)], keep=0.5, parts="heads", held_out=held_out)
     assert sum(not head.width for head in done.heads) == sum(not head.width for head in other.heads) == 4
     printed = [float(number) for number in re.findall(r"adds? (-?[\d.e-]+\d)", done.notes[0])]
-    measured = [record.loss_after - record.loss_before for record in (done, other)]
+    measured = [record.worst.loss_added for record in (done, other)]
     # printed with 4 digits; losses are float32 sums
-    assert printed == pytest.approx(measured, rel=1e-3, abs=16 * EPS * done.loss_before)
+    assert printed == pytest.approx(measured, rel=1e-3, abs=16 * EPS * done.worst.loss_before)
 
 
 def test_a_tolerance_bounds_the_largest_uniform_removal() -> None:
     model, tolerance = made("Qwen2", **SIZES, num_key_value_heads=4), 0.02
     data = [ids(8, 24) | {"labels": ids(8, 24, 5)["input_ids"]}]
     done = compress(model, data, tolerance=tolerance, parts="heads", uniform=True)
-    assert (done.loss_after - done.loss_before) / done.loss_before <= tolerance + 1e-6
+    assert done.worst.loss_added / done.worst.loss_before <= tolerance + 1e-6
     gone = [sum(not head.width for head in done.heads if head.layer == layer) for layer in (0, 1)]
     assert gone[0] == gone[1] == 4 - model.config.num_attention_heads  # type: ignore[union-attr]
 

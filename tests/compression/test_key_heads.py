@@ -94,7 +94,7 @@ def test_heads_that_differ_by_a_basis_are_merged_without_loss(keep: float, parts
     assert float((after - before).norm() / before.norm()) < 1e-3
     assert [(layer.before, layer.after) for layer in done.merged] == [(4, 4 // parts)] * 2
     assert f"4 key heads per layer merged to {4 // parts}" in repr(compression_document(done))
-    assert done.cache_bytes_after == keep * done.cache_bytes_before
+    assert done.kept_cache.after == keep * done.kept_cache.before
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -106,7 +106,7 @@ def test_a_plain_class_reads_merged_heads_with_a_cache(family: str, tmp_path: Pa
     whole = output(model, BATCH)
     assert (model.config.num_key_value_heads, model.config.num_attention_heads) == (heads // 2, 4)  # type: ignore[union-attr]
     assert float((whole - before).abs().max()) > 1e-3  # it was a real change
-    assert done.cache_bytes_after == done.cache_bytes_before // 2
+    assert done.kept_cache.after == done.kept_cache.before // 2
     assert torch.allclose(in_steps(model, BATCH)[0], whole, atol=EPS**0.5 * float(whole.abs().max()))
     save_compressed(model, tmp_path / "folder", done)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "folder")
@@ -197,7 +197,7 @@ def test_a_tolerance_takes_the_fewest_heads_within_it() -> None:
     model = own()
     done = compress(model, [ids(8, 24) | labels], tolerance=1e-9, parts="key-heads")
     assert done.parameters_after <= done.parameters_before
-    assert (done.loss_after - done.loss_before) / done.loss_before <= 1e-6
+    assert done.worst.loss_added / done.worst.loss_before <= 1e-6
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,6 @@ SENTENCE_FILES = ("modules.json", "config_sentence_transformers.json", "sentence
 """Files of sentence-transformers: the list of modules after the model, and how texts are read."""
 MODULE_FILES = ("config.json", "model.safetensors", "pytorch_model.bin")
 """Files of each module after the model, such as a pooling module."""
-SENTENCE_MODULES = (
-    "Modules of sentence-transformers were copied ({names}): {after}SentenceTransformer loads the folder."
-)
 HELP = """Make a trained model smaller, and measure the costs and the savings.
 
 The folder gets the compressed model, compression.json and index.html; the original stays unchanged. Costs are
@@ -103,7 +100,7 @@ def command(
     from rankwise.cli.load_data import check_data
     from rankwise.cli.load_model import load_model
     from rankwise.compression.run import compress, part_targets
-    from rankwise.compression.save import RECORD, is_changed, loading_line, save_compressed, structure_of
+    from rankwise.compression.save import is_changed, loading_line, save_compressed
     from rankwise.report.compression_report import compression_document
     from rankwise.skips.save import FACTS, NUMBERS
 
@@ -158,12 +155,7 @@ def command(
             )
         save_compressed(subject.model, out, record)
         if subject.source:
-            plain = not structure_of(subject.model).changes
-            after = "" if plain else "after `from rankwise.compression import load_compressed`, "
-            modules = _copy_side_files(subject.source, subject.revision or "main", out)
-            copied = [SENTENCE_MODULES.format(names=", ".join(modules), after=after)] if modules else []
-            record = record.model_copy(update={"notes": [*record.notes, *copied]})
-            record.save(out / RECORD)
+            _copy_side_files(subject.source, subject.revision or "main", out)
         written = [("model", out), ("page", record.to_html(out / "index.html"))]
         output.print_results(compression_document(record), written)
 
@@ -254,8 +246,8 @@ def _data(
     return list(inputs.batches), held_out, [f"Data: {inputs.data}; {note}.", *inputs.notes]
 
 
-def _copy_side_files(source: str, revision: str, folder: Path) -> list[str]:
-    """Copy tokenizer, image processor and sentence-transformers modules; return the module names."""
+def _copy_side_files(source: str, revision: str, folder: Path) -> None:
+    """Copy the tokenizer, the image processor and the modules of sentence-transformers."""
     from transformers import AutoImageProcessor, AutoTokenizer
     from transformers.utils import cached_file
 
@@ -272,16 +264,15 @@ def _copy_side_files(source: str, revision: str, folder: Path) -> list[str]:
         with suppress(Exception), read_once(source):  # a model may lack the tokenizer or the image processor
             kind.from_pretrained(home, revision=revision, **gguf_file).save_pretrained(folder)
     if gguf_file:
-        return []  # files next to it may belong to other models
+        return  # files next to it may belong to other models
     for name in SENTENCE_FILES:
         copy(name)
     modules = folder / "modules.json"
     if not modules.exists():
-        return []
+        return
     names = [str(module.get("path", "")) for module in json.loads(modules.read_text(encoding="utf-8"))]
     inside = [name for name in names if name and Path(name).parts == (Path(name).name,) and name != ".."]
     for name in inside:
         (folder / name).mkdir(exist_ok=True)  # modules without files, such as normalization, need a folder
         for file in MODULE_FILES:
             copy(f"{name}/{file}")
-    return inside

@@ -24,10 +24,6 @@ from rankwise.tracing import CapturedState, capture
 
 NUMBER = re.compile(r"(layer|block)_(idx|id|index|number|num)$")
 """Names of attributes that contain the number of a block in its stack."""
-INDICES = re.compile(r"layer|block|idx|index|indic")
-"""Names of fields of configurations that list numbers of blocks."""
-FIRST, LAST = re.compile(r"first_k|max_window_layers"), re.compile(r"shared_layers|_last_")
-"""Names of fields that count the first or the last blocks of a stack, which have another role."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,13 +62,11 @@ def find(model: nn.Module, batch: Any) -> Found[Stack]:
         main_output(model, batch)
     stacks, skipped = list[Stack](), dict[str, str]()
     for name in dict.fromkeys(block.rpartition(".")[0] for block in names):
-        blocks, size = model.get_submodule(name), len([*model.get_submodule(name).children()])
+        size = len([*model.get_submodule(name).children()])
         ran = [block for block in names if block.rpartition(".")[0] == name]
         counters = _counters(model, name, size)
         reason = ""
-        if not isinstance(blocks, nn.ModuleList | nn.Sequential):
-            reason = "its blocks are no list of modules"
-        elif ran != [f"{name}.{number}" for number in range(size)]:
+        if ran != [f"{name}.{number}" for number in range(size)]:
             reason = "its blocks do not run once each, in the order of their list"
         elif size < 2:
             reason = "it is the only block of its stack"
@@ -91,8 +85,6 @@ def find(model: nn.Module, batch: Any) -> Found[Stack]:
                         skipped[stack.block(number)] = reason
                         stack.removable.remove(number)
     stacks = [stack for stack in stacks if stack.removable]
-    if not names:
-        skipped[type(model).__name__] = "no chain of blocks was found"
     check_some(model, stacks, skipped, "a model of transformers that works without some of its blocks")
     return stacks, skipped
 
@@ -140,17 +132,15 @@ def removal(model: nn.Module, stacks: list[Stack], plan: Plan) -> Change:
             of_layers = {int(k): v for k, v in (config.to_dict().get("per_layer_config") or {}).items()}
             stages = getattr(config, "stage_names", None) or ()
             for field, value in list(vars(config).items()):
-                if not field.startswith("_"):
-                    new = len(left) if field in stack.counters[name] else _cut(field, value, stack, left)
-                    if new != value:
-                        setattr(config, field, new)
+                if field in stack.counters[name]:
+                    setattr(config, field, len(left))
+                elif isinstance(value, list | tuple) and len(value) == stack.size:
+                    setattr(config, field, type(value)(value[number] for number in left))
             if of_layers:
                 config.per_layer_config = {left.index(k): v for k, v in of_layers.items() if k in left}
-            if len(stages) == stack.size + 1:  # names of states, some of which a backbone returns
-                states = [number % len(stages) for number in config.out_indices]
+            if len(stages) == stack.size + 1:  # names of states, of which a backbone returns the last
                 config.stage_names = stages[: len(left) + 1]
-                states = [sum(number < state for number in left) for state in states]
-                config.set_output_features_output_indices(None, states)
+                config.set_output_features_output_indices(None, None)
 
     change = change_configs(model, [name for stack in stacks for name in stack.counters], edit)
     for stack, left in kept.items():
@@ -164,20 +154,6 @@ def removal(model: nn.Module, stacks: list[Stack], plan: Plan) -> Change:
         modules = {str(new): blocks[str(old)] for new, old in enumerate(left)}
         change.attributes[stack.name] = {CHILDREN: modules}
     return change
-
-
-def _cut(field: str, value: Any, stack: Stack, kept: list[int]) -> Any:
-    """Return the value of a field of a configuration for the blocks that are kept."""
-    if isinstance(value, list | tuple) and len(value) == stack.size:
-        return type(value)(value[number] for number in kept)
-    numbers = range(stack.size)
-    if isinstance(value, list | tuple) and INDICES.search(field) and all(item in numbers for item in value):
-        return type(value)(kept.index(number) for number in value if number in kept)
-    if isinstance(value, int) and FIRST.search(field):
-        return sum(number < value for number in kept)
-    if isinstance(value, int) and LAST.search(field):
-        return sum(number >= stack.size - value for number in kept)
-    return value
 
 
 def difference(model: nn.Module, stacks: list[Stack], plan: Plan, batch: Any) -> str:

@@ -33,7 +33,7 @@ SIZES = (1024, CACHE_TOKENS)
 """Numbers of tokens at which the size of the cache is recorded, next to the largest that the model reads."""
 PROMPT = 8
 """Number of tokens for which the cache is filled to measure its size per token."""
-ROUNDS, PREVIEW_ROUNDS = 16, 9
+ROUNDS = 9
 """Number of rounds in which both models are timed in turns; the first round warms up."""
 
 
@@ -138,14 +138,9 @@ def measure_row(
             changes = [applied.enter_context(way()) for way in ways]
             after = snapshot(model, batches)
             costs = costs_by_length(model, batches, lengths, changes, before, after, not after.losses)
-            # other programs disturb processor time least
-            clock = time.process_time if device_of(model).type == "cpu" else time.perf_counter
-            timing = (batches[0], changes, PREVIEW_ROUNDS, clock)
-            seconds = {} if row.bits else measure_seconds(model, *timing)
-    except RankwiseError as error:
-        return row.model_copy(update={"refused": str(error)})
+            seconds = {} if row.bits else measure_seconds(model, batches[0], changes)
     except Exception as error:  # a way that fails must not lose the others
-        return row.model_copy(update={"refused": f"{type(error).__name__}: {first_line(error)}"})
+        return row.model_copy(update={"refused": refusal(error)})
     cache = [layer.quantized(row.bits) if row.bits else layer for layer in after.cache]
     return row.model_copy(
         update={
@@ -155,6 +150,11 @@ def measure_row(
             "time": seconds["seconds_after"] / seconds["seconds_before"] if seconds else math.nan,
         }
     )
+
+
+def refusal(error: Exception) -> str:
+    """Return the reason for which a way is refused."""
+    return str(error) if isinstance(error, RankwiseError) else f"{type(error).__name__}: {first_line(error)}"
 
 
 @contextmanager
@@ -311,13 +311,7 @@ def added_loss(before: list[SequenceLosses], after: list[SequenceLosses]) -> dic
 # --- time ------------------------------------------------------------------------------------------------
 
 
-def measure_seconds(
-    model: nn.Module,
-    batch: Any,
-    changes: list[Change],
-    rounds: int = ROUNDS,
-    clock: Callable[[], float] = lambda: time.perf_counter(),
-) -> dict[str, Any]:
+def measure_seconds(model: nn.Module, batch: Any, changes: list[Change]) -> dict[str, Any]:
     """Return what was timed, and the median seconds of the original and of the compressed model.
 
     A decoder reads all tokens of the first sequence but the last, and the step for the last token is timed.
@@ -338,7 +332,7 @@ def measure_seconds(
     def now() -> float:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        return clock()
+        return time.perf_counter()
 
     def run(when: str) -> None:
         inputs = prepare()
@@ -348,7 +342,7 @@ def measure_seconds(
         seconds[when].append(now() - started)
 
     with torch.inference_mode(), preserve_state(model):
-        for _ in range(rounds):
+        for _ in range(ROUNDS):
             run("after")
             with original(changes):
                 run("before")

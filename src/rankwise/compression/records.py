@@ -7,7 +7,6 @@ from pydantic import Field
 
 from rankwise._internals.files import SavedRecord
 from rankwise._internals.records import Number, Record
-from rankwise._internals.statistics import mean
 
 CACHE_TOKENS = 4096
 """Number of tokens of the sequence to whose cache a share to keep refers, if the model reads as many."""
@@ -107,6 +106,11 @@ class WindowCost(Record):
     """‖y′ − y‖/‖y‖ of all other tokens. NaN if outputs have no token axis."""
 
     @property
+    def loss_after(self) -> float:
+        """Loss of the compressed model."""
+        return self.loss_before + self.loss_added
+
+    @property
     def cost(self) -> float:
         """Number by which lengths are compared: `loss_added`, or `output_error` if there is no loss."""
         cost = self.loss_added if math.isfinite(self.loss_before) else self.output_error
@@ -142,8 +146,7 @@ class PreviewRow(Record):
     parameters: int = 0
     cache_bytes: int = 0
     time: Number = math.nan
-    """Time of a decoding step or of a pass, relative to the original. On the CPU, processor time. NaN if it
-    was not measured."""
+    """Time of a decoding step or of a pass, relative to the original. NaN if it was not measured."""
     refused: str = ""
 
     @property
@@ -235,47 +238,7 @@ class Compression(SavedRecord):
         return max(self.costs, key=lambda cost: cost.cost, default=WindowCost())
 
     @property
-    def loss_before(self) -> float:
-        """Loss of the original at the length with the largest cost."""
-        return self.worst.loss_before
-
-    @property
-    def loss_after(self) -> float:
-        """Loss of the compressed model at the length with the largest cost."""
-        return self.worst.loss_before + self.worst.loss_added
-
-    @property
-    def output_kl(self) -> float:
-        """KL of the outputs at the length with the largest cost."""
-        return self.worst.output_kl
-
-    @property
-    def output_error(self) -> float:
-        """Relative error of the outputs at the length with the largest cost."""
-        return self.worst.output_error
-
-    @property
     def kept_cache(self) -> CacheSize:
         """Cache to which the share to keep refers: of 4,096 tokens, or the most that the model reads."""
         sizes = [size for size in self.cache if size.tokens <= CACHE_TOKENS]
         return sizes[-1] if sizes else CacheSize(tokens=0, before=0, after=0)
-
-    @property
-    def cache_bytes_before(self) -> int:
-        """Bytes of `kept_cache` in the original. 0 if the model has no cache."""
-        return self.kept_cache.before
-
-    @property
-    def cache_bytes_after(self) -> int:
-        """Bytes of `kept_cache` in the compressed model."""
-        return self.kept_cache.after
-
-    @property
-    def mean_width(self) -> float:
-        """Mean width of key heads. If only heads were removed, mean width of the remaining heads.
-
-        0 if there are no widths.
-        """
-        widths = [head.width for head in self.heads if head.part != "heads"]
-        widths = widths or [head.width for head in self.heads if head.width]
-        return mean(widths) if widths else 0.0

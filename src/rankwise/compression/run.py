@@ -123,13 +123,13 @@ def compress(
         >>> model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=50)).eval()
         >>> batch = {"input_ids": torch.randint(0, 50, (4, 24))}
         >>> done = rw.compress(model, [batch], keep={"width": 0.75, "kv": 0.5})
-        >>> done.parts, done.mean_width, done.cache_bytes_after / done.cache_bytes_before <= 0.5
-        (['width', 'kv'], 12.0, True)
+        >>> done.parts, done.kept_cache.after / done.kept_cache.before <= 0.5
+        (['width', 'kv'], True)
     """
     targets = part_targets(parts, keep, tolerance, remove)
-    mapped = {*chain(*(target for target in (keep, tolerance) if isinstance(target, Mapping)))}
+    named = any((parts is not None, remove, isinstance(keep, Mapping), isinstance(tolerance, Mapping)))
     check_compressible(model)
-    if uniform and ("heads" not in targets or (parts is None and "heads" not in mapped)):
+    if uniform and not (named and "heads" in targets):
         expected, fix = "the part 'heads', which it is for", 'Name it: `parts="heads"`.'
         raise CompressionError("`uniform`", expected=expected, got=", ".join(targets), fix=fix)
     whole_number("`calibrate`", calibrate, 0, error=CompressionError)
@@ -145,7 +145,6 @@ def compress(
 
     solutions: dict[str, Solution] = {}
     modes = {name: module.training for name, module in model.named_modules()}
-    named = any((parts is not None, remove, isinstance(keep, Mapping), isinstance(tolerance, Mapping)))
     # New linear layers draw random weights, which must not change the caller's random numbers.
     with eval_mode(model), preserve_random_state(model):
         try:
@@ -218,30 +217,26 @@ def part_targets(
     if not any(target is not None for target in targets.values()):
         targets["keep"] = 0.5
     mappings = [target for target in targets.values() if isinstance(target, Mapping)]
-
-    def refused(subject: str, expected: str, got: str, fix: str) -> CompressionError:
-        return CompressionError(subject, expected=expected, got=got, fix=fix)
-
-    if mappings != [numbers] and mappings and parts is not None:
-        raise refused("`parts`", "None, because the targets name their parts", repr(parts), "Omit it.")
-    listed = isinstance(parts, Sequence) and not isinstance(parts, str)
-    names: list[Any] = [*PARTS] if parts is None else [*parts] if listed else [parts]
-    names = [*dict.fromkeys(chain(*mappings))] if mappings and parts is None else names
+    names: list[Any] = [*chain(*mappings)] if mappings else [*PARTS]
+    if parts is not None:
+        if isinstance(keep, Mapping) or isinstance(tolerance, Mapping):
+            expected = "None, because the targets name their parts"
+            raise CompressionError("`parts`", expected=expected, got=repr(parts), fix="Omit it.")
+        listed = isinstance(parts, Sequence) and not isinstance(parts, str)
+        names = [*(parts if listed else [parts]), *(numbers or ())]
     if not names:
-        raise refused("`parts`", "at least one part", "none", f"Known: {', '.join(PARTS)}.")
+        fix = f"Known: {', '.join(PARTS)}."
+        raise CompressionError("`parts`", expected="at least one part", got="none", fix=fix)
     for name in names:
         one_of("`parts`", name, PARTS, error=CompressionError)
-    if numbers and "blocks" not in names:
-        raise refused("`remove`", "None without the part 'blocks'", repr(remove), "Omit it, or use `keep`.")
     pairs: Targets = {}
     for name in sorted(set(names), key=PARTS.index):
         pair = {kind: x.get(name) if isinstance(x, Mapping) else x for kind, x in targets.items()}
-        count = sum(target is not None for target in pair.values())
-        if count != 1:
-            fix = "Omit one of them." if count else "Omit the part."
-            expected = "a share to keep or a tolerance" + (", or a number to remove" if numbers else "")
-            got = "both" if count == 2 else "all" if count else "None"
-            raise refused(f"part {name!r}", expected, got, fix)
+        given = [kind for kind, target in pair.items() if target is not None]
+        if len(given) != 1:
+            expected = "a share to keep or a tolerance, or a number of blocks to remove"
+            fix, got = "Omit one of them." if given else "Omit the part.", " and ".join(given) or "none"
+            raise CompressionError(f"part {name!r}", expected=expected, got=got, fix=fix)
         for kind, interval in (("keep", "(0, 1)"), ("tolerance", "(0, inf)")):
             if (number := pair[kind]) is not None:
                 in_range(f"`{kind}`", number, interval, error=CompressionError)
@@ -251,41 +246,29 @@ def part_targets(
 
 def check_compressible(model: nn.Module) -> None:
     """Raise if a model cannot be changed or saved, or is compressed already."""
-    fix = "Load it first: `AutoModelForCausalLM.from_pretrained(name)`."
+    subject, fix = (
+        f"model {type(model).__name__}",
+        "Load it first: `AutoModelForCausalLM.from_pretrained(name)`.",
+    )
     instance_of("`model`", model, nn.Module, "a torch.nn.Module", fix=fix)
-    check_changeable(model)
-    if structure_of(model).changes:
-        raise CompressionError(
-            f"model {type(model).__name__}",
-            expected="a model that is not compressed yet",
-            got="a compressed model",
-            fix="Load the original and compress it once; name all parts together.",
-        )
-    for inner in pretrained_models(model):
-        check_config(inner)
-
-
-def check_changeable(model: nn.Module) -> None:
-    """Raise if a model is a program, split over processes, quantized, offloaded, or in inference mode."""
     check_capturable(model)
-    subject = f"model {type(model).__name__}"
-    if layer := quantized_layer(model):
-        fix = "Compress the original model, then quantize the result."
-        raise CompressionError(subject, expected="weights in floating point", got=layer, fix=fix)
+    for name, module in model.named_modules():
+        for kind in (type(module), *(type(weight.data) for weight in module.parameters(recurse=False))):
+            if kind.__module__.startswith(QUANTIZERS):
+                got = f"{name!r}, quantized ({kind.__module__}.{kind.__name__})"
+                fix = "Compress the original model, then quantize the result."
+                raise CompressionError(subject, expected="weights in floating point", got=got, fix=fix)
     if torch.is_inference_mode_enabled() or any(weight.is_inference() for weight in model.parameters()):
         got = "torch.inference_mode(), or weights made in it"
         fix = "Load the model and call this outside of it."
         raise CompressionError(subject, expected="a model with derivatives", got=got, fix=fix)
     check_in_memory(model, CompressionError)
-
-
-def quantized_layer(model: nn.Module) -> str:
-    """Return the name and class of the first layer with quantized weights; "" if there is none."""
-    for name, module in model.named_modules():
-        for kind in (type(module), *(type(weight.data) for weight in module.parameters(recurse=False))):
-            if kind.__module__.startswith(QUANTIZERS):
-                return f"{name!r}, quantized ({kind.__module__}.{kind.__name__})"
-    return ""
+    if structure_of(model).changes:
+        expected, got = "a model that is not compressed yet", "a compressed model"
+        fix = "Load the original and compress it once; name all parts together."
+        raise CompressionError(subject, expected=expected, got=got, fix=fix)
+    for inner in pretrained_models(model):
+        check_config(inner)
 
 
 def find_parts(model: nn.Module, batch: Any, names: Sequence[str] | None) -> dict[str, Found[Any]]:
@@ -353,14 +336,18 @@ def _record(
     ]
     latents = [latent for solution in every for latent in solution.latents]
     merged = [merged for solution in every for merged in solution.merged]
-    items: list[Any] = [*heads, *latents, *merged]
+    items: list[Any] = [*latents, *heads, *merged]
     numbers = {item.site: item.layer for item in items}
-    costs = {latent.site: math.nan for latent in latents}
-    for solution in every:  # NaN, the cost of the part `heads`, must not replace a measured cost
-        costs |= {
-            site: cost for site, cost in solution.kl.items() if site not in costs or not math.isnan(cost)
-        }
-    layers = [LayerCost(site=site, layer=numbers[site], attention_kl=cost) for site, cost in costs.items()]
+    kl = {
+        site: cost
+        for solution in every
+        for site, cost in solution.kl.items()
+        if not math.isnan(cost)  # of a part that does not compare attention
+    }
+    layers = [
+        LayerCost(site=site, layer=layer, attention_kl=kl.get(site, math.nan))
+        for site, layer in numbers.items()
+    ]
     notes = [note for solution in every for note in solution.notes]
     worst = max(measured["costs"], key=lambda cost: cost.cost)
     if worst.loss_added < worst.spread:
@@ -369,14 +356,37 @@ def _record(
             f"{worst.spread:.2g}: these data do not tell it from 0."
         )
     for name, solution in solutions.items():
-        cost = solution.cost
-        # if there is one part, all measured costs are due to it
-        if len(solutions) == 1 and name in ("width", "kv"):
-            kl = max(cost.output_kl for cost in measured["costs"])
-            cost = kl if name == "kv" else mean(costs.values())
+        widths = [
+            *((x.before, x.width) for x in solution.heads),
+            *((x.full_rank, x.rank) for x in solution.latents),
+        ]
+        steps = [block.step for block in solution.blocks]
+        if not (any(old > new for old, new in widths) or solution.merged or any(steps)):
+            notes.append(f"{name}: nothing was removed. Lower `keep` or raise the tolerance.")
+        tolerance = targets[name][1]
+        if tolerance is None:
+            continue
         share = worst.spread / (worst.loss_before or math.nan)
         spread = {"kv": worst.spread, "blocks": share, "heads": share}.get(name, math.nan)
-        notes += _part_notes(name, targets[name][1], solution, measured_on, cost, spread)
+        if tolerance < spread:
+            notes.append(
+                f"{name}: the tolerance {tolerance:g} is below the spread of the cost, ± {spread:.2g}: "
+                "hold out more data to test it."
+            )
+        cost, costs = solution.cost, dict[str, float]()
+        if name == "width":
+            costs["the calibration data"] = mean(head.kl_calibrated for head in solution.heads)
+            cost = mean(solution.kl.values())
+        elif name == "kv":
+            costs["the calibration data"] = sum(latent.output_kl for latent in solution.latents)
+            if len(solutions) == 1:  # then all of the measured cost is due to it
+                cost = max(cost.output_kl for cost in measured["costs"])
+        costs[measured_on] = max(costs.get(measured_on, 0.0), cost)  # NaN does not replace a number
+        notes += [
+            f"{name}: the cost on {data} is {cost:.3g}, above the tolerance {tolerance:g}."
+            for data, cost in costs.items()
+            if cost > tolerance
+        ]
     record = Compression(
         model=config_value(model, "name_or_path") or type(model).__name__,
         parts=list(solutions),
@@ -399,34 +409,6 @@ def _record(
         "quantize the cache of the original instead."
         for row in record.quantized
         if not row.refused and list(solutions) == ["kv"]
-        if row.cost.cost < record.worst.cost and row.cache_bytes <= record.cache_bytes_after
+        if row.cost.cost < worst.cost and row.cache_bytes <= record.kept_cache.after
     ]
     return record.model_copy(update={"notes": notes})
-
-
-def _part_notes(
-    part: str,
-    tolerance: float | int | None,
-    solution: Solution,
-    measured_on: str,
-    measured: float,
-    spread: float,
-) -> list[str]:
-    """Return notes if a part removed nothing, or if its tolerance is below its cost or the cost's spread."""
-    heads, latents = solution.heads, solution.latents
-    removed = [*(x.width < x.before for x in heads), *(x.rank < x.full_rank for x in latents)]
-    removed += [bool(solution.merged), *(block.step > 0 for block in solution.blocks)]
-    notes = [] if any(removed) else [f"{part}: nothing was removed. Lower `keep` or raise the tolerance."]
-    attention = mean(head.kl_calibrated for head in heads) if part == "width" else 0.0
-    costs = {"the calibration data": max(attention, sum(latent.output_kl for latent in latents))}
-    costs[measured_on] = max(costs.get(measured_on, 0.0), measured)  # NaN does not replace a number
-    if tolerance is not None and tolerance < spread:
-        notes.append(
-            f"{part}: the tolerance {tolerance:g} is below the spread of the cost, ± {spread:.2g}: "
-            "hold out more data to test it."
-        )
-    return notes + [
-        f"{part}: the cost on {data} is {cost:.3g}, above the tolerance {tolerance:g}."
-        for data, cost in costs.items()
-        if tolerance is not None and cost > tolerance
-    ]

@@ -19,7 +19,7 @@ from rankwise._internals.forward import HALF, Change, Progress, device_of, in_fl
 from rankwise._internals.linalg import as_float64
 from rankwise.auditing.error_hints import batch_errors
 from rankwise.compression.records import BlockRemoval, HeadWidth, LatentRank, MergedKeys
-from rankwise.errors import CompressionError, first_line
+from rankwise.errors import CompressionError
 from rankwise.importance.losses import real_outputs
 from rankwise.importance.output_head import CHUNK
 
@@ -95,16 +95,6 @@ def find_part(name: str, model: nn.Module, batch: Any) -> Found[Any]:
     check_finite(model, output)
     with in_float32(model):
         wide = map_tensors(short, lambda tensor: tensor.float() if tensor.dtype in HALF else tensor)
-        if output.dtype in HALF:
-            try:
-                main_output(model, wide)
-            except Exception as error:
-                subject, got = f"model {type(model).__name__}", f"{type(error).__name__}: {first_line(error)}"
-                expected, fix = (
-                    "a model that runs in float32, too",
-                    "Remove the casts to half precision in its code.",
-                )
-                raise CompressionError(subject, expected=expected, got=got, fix=fix) from error
         layers: Found[Any] = _module(name, "find").find(model, wide)
     return layers
 
@@ -230,7 +220,7 @@ def check_some(model: nn.Module, layers: list[Any], skipped: dict[str, str], exp
         raise NoLayersError(
             f"model {type(model).__name__}",
             expected=expected,
-            got=reasons or "no such attention",
+            got=reasons or "none",
             fix="",
         )
 

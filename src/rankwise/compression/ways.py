@@ -11,12 +11,11 @@ from torch import nn
 from rankwise._internals.batches import each_batch
 from rankwise._internals.forward import Progress, config_value, eval_mode, preserve_random_state
 from rankwise._internals.threads import exclusive
-from rankwise.compression.evaluate import cache_bytes, measure_row, reference_tokens, snapshot
+from rankwise.compression.evaluate import cache_bytes, measure_row, reference_tokens, refusal, snapshot
 from rankwise.compression.quantized_cache import is_decoder, quantized_cache, quantized_latents
 from rankwise.compression.records import Preview, PreviewRow
 from rankwise.compression.run import check_compressible, part_targets, read_lengths
 from rankwise.compression.trials import Job, find_part, solve_part
-from rankwise.errors import RankwiseError
 
 BITS, LATENT_BITS = (8, 4, 3), 8
 """Bits of simulated keys and values, and of simulated latents."""
@@ -100,8 +99,8 @@ def _rows(
     for name in names:
         try:
             found = find_part(name, model, data[0])
-        except RankwiseError as error:
-            yield PreviewRow(part=name, refused=str(error))
+        except Exception as error:  # a way that fails must not lose the others
+            yield PreviewRow(part=name, refused=refusal(error))
             continue
         kept: dict[str, Any] = {}
         for uniform, keep in product([False, True] if name == "heads" else [False], SHARES):

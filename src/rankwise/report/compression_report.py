@@ -59,8 +59,8 @@ def _headline(record: Compression, removed: list[HeadWidth], narrowed: list[Head
     if record.merged:
         words.append(f"{record.merged[0].before} key heads per layer merged to {record.merged[0].after}")
     if narrowed:
-        before = mean(head.before for head in narrowed)
-        words.append(f"queries and keys narrowed from {before:.0f} to {record.mean_width:.1f} on average")
+        before, after = mean(head.before for head in narrowed), mean(head.width for head in narrowed)
+        words.append(f"queries and keys narrowed from {before:.0f} to {after:.1f} on average")
     if record.latents:
         rank = mean(latent.rank for latent in record.latents)
         channels = mean(latent.channels for latent in record.latents)
@@ -73,14 +73,14 @@ def _headline(record: Compression, removed: list[HeadWidth], narrowed: list[Head
     if math.isfinite(worst.loss_before):
         added = f"{worst.loss_added:+.4f}" if math.isfinite(worst.loss_added) else MISSING
         spread = f" ± {worst.spread:.4f}" if math.isfinite(worst.spread) else ""
-        losses = (format_number(loss, 4) for loss in (worst.loss_before, record.loss_after))
+        losses = (format_number(loss, 4) for loss in (worst.loss_before, worst.loss_after))
         cost = f"loss {' → '.join(losses)} ({added}{spread})"
     elif math.isfinite(record.attention_kl):
         cost = f"attention KL {format_number(record.attention_kl, 4)} nats"
     sizes = [("parameters", record.parameters_before, record.parameters_after)]
     if record.latents or record.merged:
         tokens = f"bytes of cache at {record.kept_cache.tokens:,} tokens"
-        sizes.append((tokens, record.cache_bytes_before, record.cache_bytes_after))
+        sizes.append((tokens, record.kept_cache.before, record.kept_cache.after))
     saving = "".join(
         f", {abs(1 - after / before):.1%} {'fewer' if after <= before else 'more'} {noun}"
         for noun, before, after in sizes
@@ -215,8 +215,7 @@ def preview_document(record: Preview, command: str = "") -> Document:
     refused = [[way_name(row), row.refused] for row in record.rows if row.refused]
     note = (
         f"Measured on {record.measured_on}; the largest cost over lengths. Quantized numbers are simulated: "
-        "groups of 64 share a scale and a zero, which count as bytes. Time: of a decoding step or of a pass; "
-        "on the CPU, processor time."
+        "groups of 64 share a scale and a zero, which count as bytes. Time: of a decoding step or of a pass."
     )
     tables = [
         Table("Ways", [*_columns(record.cache_tokens), "time"], cells, note=note),
