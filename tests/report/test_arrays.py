@@ -29,18 +29,22 @@ def of(name: str) -> rw.Audit:
 
 
 @pytest.mark.parametrize("row", HEAD_MEASURES, ids=lambda row: row.name)
-def test_a_map_holds_every_head_at_its_place(row: Any) -> None:
+def test_maps_and_tensors_hold_every_head_at_its_place(row: Any) -> None:
     audit = of("encoder")
     if not any(math.isfinite(row.value(head)) for head in audit.heads):
-        with pytest.raises(InputError, match=f"{row.name} of heads: expected numbers in the audit, got none"):
-            audit.plot(row.name)
+        for read in (audit.plot, audit.to_tensor):
+            with pytest.raises(InputError, match=f"{row.name} of heads: expected numbers in the audit"):
+                read(row.name)
         return
-    ax = audit.plot(row.name)
+    audit.heads.pop(0)
+    ax, tensor = audit.plot(row.name), audit.to_tensor(row.name)
     cells = np.ma.filled(ax.images[0].get_array(), math.nan)
-    expected = {(head.layer, head.head): row.value(head) for head in audit.heads}
-    assert cells.shape == tuple(1 + np.max(list(expected), axis=0))
-    for (layer, head), value in expected.items():
-        assert cells[layer, head] == value or (math.isnan(value) and math.isnan(cells[layer, head]))
+    for drawn, value in ((cells, row.value), (tensor.numpy(), lambda head: getattr(head, row.name))):
+        expected = np.full(cells.shape, math.nan)
+        for head in audit.heads:
+            expected[head.layer, head.head] = value(head)
+        np.testing.assert_allclose(drawn, expected, rtol=1e-6)
+    assert str(tensor.dtype) == "torch.float32"
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("head", "layer")
 
 
@@ -96,23 +100,6 @@ def test_figures_that_cannot_be_drawn_are_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
     with pytest.raises(InputError, match=r"`Audit.plot`: .*pip install 'rankwise\[figures\]'"):
         audit.plot()
-
-
-@pytest.mark.parametrize("row", HEAD_MEASURES, ids=lambda row: row.name)
-def test_tensors_hold_every_head_at_its_place(row: Any) -> None:
-    audit = of("encoder")
-    if not any(math.isfinite(getattr(head, row.name)) for head in audit.heads):
-        with pytest.raises(InputError, match=f"{row.name} of heads: expected numbers in the audit, got none"):
-            audit.to_tensor(row.name)
-        return
-    audit.heads.pop(0)
-    tensor = audit.to_tensor(row.name)
-    assert str(tensor.dtype) == "torch.float32"
-    assert tensor[0, 0].isnan()
-    for head in audit.heads:
-        assert tensor[head.layer, head.head].item() == pytest.approx(
-            getattr(head, row.name), rel=1e-6, nan_ok=True
-        )
 
 
 def test_one_of_several_stacks_is_chosen_by_name() -> None:

@@ -115,13 +115,8 @@ def _attention_layers(seen: ObservedPass) -> dict[str, int]:
         arguments = (*calls[-1].kwargs.values(), *calls[-1].args)
         if isinstance(index, int) and any(hasattr(value, "get_seq_length") for value in arguments):
             layers[name] = index
-    return {
-        name: index for name, index in layers.items() if not any(_inside(other, name) for other in layers)
-    }
-
-
-def _inside(name: str, outer: str) -> bool:
-    return name != outer and name.startswith(f"{outer}.")
+    outer = {name for name in layers if any(other.startswith(f"{name}.") for other in layers)}
+    return {name: index for name, index in layers.items() if name not in outer}
 
 
 def _layer(seen: ObservedPass, name: str, index: int, cache: Any) -> LatentLayer | str:

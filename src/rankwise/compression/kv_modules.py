@@ -3,9 +3,7 @@
 import copy
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Literal
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -41,10 +39,6 @@ SHAPES = {
     *(getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device")), Tensor.size, Tensor.dim
 }  # fmt: skip
 """Functions that `Undecoded` answers without decoding."""
-ANGLES: WeakKeyDictionary[nn.Module, dict[Any, Tensor]] = WeakKeyDictionary()
-"""Cos and sin of all positions (S, 2P) that a rotary module has computed, shared by its layers."""
-MOST_ANGLES = 2**20
-"""Number of positions whose angles are kept at most."""
 
 
 class LatentLayer(BaseModel, extra="forbid"):
@@ -157,8 +151,8 @@ class LatentState:
         if self.norm is not None and layer.norm_axes == "heads":
             keys = self.norm(keys)
         if self.rotary is not None:
-            assert positions is not None, "positions are cached if keys are rotated"
-            cos, sin = self._angles(positions, latent)
+            angles = self.rotary(latent, position_ids=positions, **layer.rotary_options)
+            cos, sin = (per_pair(angle, layer.rotation)[:, None] for angle in angles)
             keys = apply_rope(keys, cos, sin, PAIRINGS[layer.rotation])
         return keys * layer.key_factor if layer.key_factor != 1 else keys
 
@@ -175,19 +169,15 @@ class LatentState:
     ) -> tuple[Float[Tensor, "B G N r"], Float[Tensor, "B G N 1"] | float] | None:
         """Return queries that read latents in place of keys, and what the bias of the keys adds to logits.
 
-        Return None if keys are normalized or rotated.
+        Return None if keys are normalized, rotated or narrow, or if an adapter changes them.
         """
         layer, up = self.layer, self.key.up
-        if self.norm is not None or self.rotary is not None or type(up) is not nn.Linear:
+        if self.norm is not None or self.rotary is not None or layer.key_width or type(up) is not nn.Linear:
             return None
-
-        def by_head(columns: Float[Tensor, "N C"]) -> Float[Tensor, "G K C"]:
-            columns = columns[: _size(layer.key_channels)].mT
-            if layer.key_width:
-                columns = fill_zeros(columns, self.key_places.to(rows.device), layer.heads * layer.key_width)
-            return columns.mT.unflatten(0, (layer.heads, -1)).to(rows) * layer.key_factor
-
-        return rows @ by_head(up.weight), 0.0 if up.bias is None else rows @ by_head(up.bias[:, None])
+        parts = [up.weight] if up.bias is None else [up.weight, up.bias[:, None]]
+        heads = (part[: _size(layer.key_channels)].unflatten(0, (layer.heads, -1)) for part in parts)
+        reads = [rows @ head.to(rows) * layer.key_factor for head in heads]
+        return reads[0], reads[1] if len(reads) > 1 else 0.0
 
     def _expand(self, up: nn.Module, latent: Float[Tensor, "B S r"], rows: slice) -> Float[Tensor, "B S N"]:
         """Return some outputs of `up`, which may also compute others, or be wrapped by an adapter."""
@@ -195,26 +185,6 @@ class LatentState:
             return F.linear(latent, up.weight[rows], None if up.bias is None else up.bias[rows])
         expanded: Tensor = up(latent)
         return expanded[..., rows]
-
-    def _angles(self, positions: Int[Tensor, "B S"], like: Tensor) -> Sequence[Float[Tensor, "B 1 S P"]]:
-        """Return cos and sin of positions. Angles of all positions up to the highest are computed once."""
-        layer, rotary = self.layer, self.rotary
-        assert rotary is not None, "only keys with rotation have angles"
-
-        def table(positions: Tensor) -> Float[Tensor, "B S N"]:
-            angles = rotary(like, position_ids=positions, **layer.rotary_options)
-            return torch.cat([per_pair(angle, layer.rotation) for angle in angles], -1)
-
-        usual = not torch.compiler.is_compiling() and positions.numel() and int(positions.min()) >= 0
-        if not usual or (last := int(positions.max())) >= MOST_ANGLES:
-            return table(positions)[:, None].chunk(2, -1)
-        addresses = [buffer.data_ptr() for buffer in rotary.buffers()]
-        key = (*addresses, *layer.rotary_options.items(), layer.rotation, like.dtype, like.device)
-        tables = ANGLES.setdefault(rotary, {})
-        if key not in tables or len(tables[key]) <= last:
-            with torch.inference_mode(False), torch.no_grad():  # training may use the table, too
-                tables[key] = table(torch.arange(1 << last.bit_length(), device=like.device)[None])[0]
-        return F.embedding(positions, tables[key])[:, None].chunk(2, -1)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copies of the model, without the tensors of a call."""
@@ -359,31 +329,24 @@ class LatentCache(DynamicLayer):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Create empty tensors with the dtype, device and batch of the first keys."""
-        self.dtype, self.device = key_states.dtype, key_states.device
+        super().lazy_initialization(key_states, value_states)
         batch, layer = key_states.shape[0], self.state.layer
         self.keys = key_states.new_empty(batch, 1, 0, layer.rank)
         self.values = torch.empty(batch, 1, 0, int(bool(layer.rotary)), dtype=torch.int32, device=self.device)
-        self.kept, self.kept_for = (
-            key_states.new_empty(*key_states.shape[:2], 0, key_states.shape[3]),
-            self.keys,
-        )
-        self.is_initialized = True
+        self.kept, self.kept_for = torch.empty_like(key_states[:, :, :0]), self.keys
 
-    def decode_keys(self, first: int, last: int) -> Float[Tensor, "B G _ K"]:
+    def decode_keys(self, first: int = 0, last: int | None = None) -> Float[Tensor, "B G _ K"]:
         """Return the keys of some tokens."""
         positions = self.values[:, 0, first:last, 0] if self.state.layer.rotary else None
         return self.state.decode_keys(self.keys[:, 0, first:last], positions).to(self.dtype)
 
-    def whole_keys(self, new: Float[Tensor, "B G T K"]) -> Float[Tensor, "B G S K"]:
-        """Return the keys of all tokens, of which the last are new."""
-        old = self.keys.shape[2] - new.shape[2]
-        kept = self.kept[:, :, :old]
-        return torch.cat([kept, self.decode_keys(kept.shape[2], old), new], -2)
+    def whole_keys(self) -> Float[Tensor, "B G S K"]:
+        """Return the keys of all tokens."""
+        return torch.cat([self.kept, self.decode_keys(self.kept.shape[2])], -2)
 
-    def whole_values(self, new: Float[Tensor, "B G T V"]) -> Float[Tensor, "B G S V"]:
-        """Return the values of all tokens, of which the last are new."""
-        old = self.state.decode_values(self.keys[:, 0, : -new.shape[2]])
-        return torch.cat([old.to(new.dtype), new], -2)
+    def whole_values(self) -> Float[Tensor, "B G S V"]:
+        """Return the values of all tokens."""
+        return self.state.decode_values(self.keys[:, 0]).to(self.dtype)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "LatentCache":
         """Return a copy with its own tensors, so that a cached prompt can be continued several times."""
@@ -426,10 +389,10 @@ class LatentCache(DynamicLayer):
         now = copy.copy(self)
         # a mode or another class of tensors may read tensors that are not decoded
         if torch.compiler.is_compiling() or in_function_mode() or type(key_states) is not Tensor:
-            return now.whole_keys(key_states), now.whole_values(value_states)
+            return now.whole_keys(), now.whole_values()
         return (
-            Undecoded.of(now, key_states, partial(now.whole_keys, key_states)),
-            Undecoded.of(now, value_states, partial(now.whole_values, value_states)),
+            Undecoded.of(now, key_states, now.whole_keys),
+            Undecoded.of(now, value_states, now.whole_values),
         )
 
 

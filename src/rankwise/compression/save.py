@@ -115,15 +115,8 @@ def rebuilt(model: nn.Module, structure: Structure) -> Iterator[None]:
     with ExitStack() as applied:
         for saved in structure.changes:
             applied.enter_context(KINDS[saved.kind][1](model, saved))
-        _set_guards(model)
         yield
         applied.pop_all()
-
-
-def _set_guards(model: nn.Module) -> None:
-    for module in model.modules():
-        if isinstance(module, width_modules.ReplacedLinear):
-            module.set_guard()
 
 
 def read_structure(content: Any, where: str) -> Structure:
@@ -261,17 +254,15 @@ def load_compressed(folder: str | Path, model: nn.Module | None = None, **option
     if model is not None:
         return _load_into(folder, model)
     content = _read_json(folder / "config.json")
-    noted: Any = content.get(KEY) if isinstance(content, dict) else None
-    names = content.get("architectures") if isinstance(content, dict) else None
-    compressed = isinstance(noted, dict) and noted.get("quant_method") == NAME
-    if not compressed or not names:
+    compressed = isinstance(content, dict) and _is_noted(content.get(KEY))
+    if not compressed or not content.get("architectures"):
         raise CompressionError(
             f"folder {folder}",
             expected="a compressed model of transformers",
             got="a configuration without `architectures`" if compressed else "one without a compression",
             fix="Load it with `AutoModel.from_pretrained`; or pass `model=` for a module of your own.",
         )
-    name = str(names[0])
+    name = str(content["architectures"][0])
     loader = _known_class(name)
     if loader is None:
         raise CompressionError(
@@ -329,7 +320,6 @@ def _load_into(folder: Path, model: nn.Module) -> nn.Module:
     try:
         with preserve_random_state(model), rebuilt(model, structure):  # new layers draw random numbers
             load_model(model, folder / WEIGHTS)
-        _set_guards(model)
     except (OSError, SafetensorError) as error:
         raise _unreadable(folder / WEIGHTS, error) from error
     except RuntimeError as error:
@@ -343,10 +333,8 @@ def _load_into(folder: Path, model: nn.Module) -> nn.Module:
 
 
 def _unreadable(path: Path, error: Exception) -> InputError:
-    expected = "weights that `save_compressed` wrote"
-    return InputError(
-        f"weights {path}", expected=expected, got=first_line(error), fix="Save the model again."
-    )
+    expected, got = "weights that `save_compressed` wrote", first_line(error)
+    return InputError(f"weights {path}", expected=expected, got=got, fix="Save the model again.")
 
 
 def _read_json(path: Path) -> Any:
@@ -385,11 +373,12 @@ class CompressionBuilder(HfQuantizer):
             return model
 
     def _process_model_after_weight_loading(self, model: nn.Module, **_: Any) -> nn.Module:
-        _set_guards(model)
         # Remove every flag: `Trainer` and peft refuse to train quantized models.
         del model.hf_quantizer, model.quantization_method
         model.is_quantized = False  # type: ignore[assignment]
         for module in model.modules():
+            if isinstance(module, width_modules.ReplacedLinear):
+                module.set_guard()  # it was built without memory
             if config_value(module, "_is_quantized"):
                 module.config._is_quantized = False  # type: ignore[union-attr]
         return model
@@ -423,10 +412,14 @@ def note_structure(model: Any) -> None:
     noted = config_value(model.config, KEY)
     if structure.changes:
         setattr(model.config, KEY, CompressionConfig(structure=structure.model_dump(mode="json")))
-    elif isinstance(noted, CompressionConfig) or (
-        isinstance(noted, dict) and noted.get("quant_method") == NAME
-    ):
+    elif _is_noted(noted):
         delattr(model.config, KEY)
+
+
+def _is_noted(noted: Any) -> bool:
+    """Return True for the structure of a model in a configuration, before or after it was read."""
+    method = noted.get("quant_method") if isinstance(noted, dict) else getattr(noted, "quant_method", "")
+    return bool(method == NAME)
 
 
 if NAME not in AUTO_QUANTIZER_MAPPING:
