@@ -9,7 +9,7 @@ from rankwise.compression.blocks_repair import repair
 from rankwise.compression.records import BlockRemoval
 from rankwise.compression.trials import Job, Solution
 from rankwise.errors import CompressionError
-from rankwise.importance import passes_without_blocks
+from rankwise.importance.ablation import passes_without_blocks
 from rankwise.tracing import CallId
 
 TRIES = 4

@@ -9,7 +9,6 @@ if TYPE_CHECKING:
         AblationCost,
         ablation_cost,
         measure_importance,
-        passes_without_blocks,
         sort_by_cost,
     )
     from rankwise.importance.gated_passes import NotDifferentiableError
@@ -24,7 +23,6 @@ __all__ = [
     "NotDifferentiableError",
     "ablation_cost",
     "measure_importance",
-    "passes_without_blocks",
     "sort_by_cost",
 ]
 
