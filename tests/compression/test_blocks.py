@@ -42,7 +42,7 @@ from rankwise.compression import save_compressed
 from rankwise.compression.blocks_find import find, removal
 from rankwise.compression.blocks_repair import repair
 from rankwise.errors import CompressionError
-from rankwise.importance import passes_without_blocks
+from rankwise.importance.ablation import passes_without_blocks
 
 FOUR: dict[str, Any] = {**SIZES, **IDS, "num_hidden_layers": 4, "num_key_value_heads": 2}
 SLIDING: dict[str, Any] = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"] * 2}
