@@ -68,6 +68,7 @@ WIDTH = Range("[0, K]", 0.0, lambda head: math.nan if head.head_dim is None else
 NATS = Range("[0, log S] nats", 0.0, lambda head: math.log(head.sources) if head.sources > 1 else math.nan)
 POSITIVE = Range("[0, ∞)")
 HALF = Range("[0, T/2]", 0.0, lambda state: float(state.tokens) / 2, wide=True)
+POOLED_RANK = Range("[1, min(N, D)]", 1.0, lambda state: float(min(state.sequences, state.hidden_size)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -405,7 +406,7 @@ class StateMeasures(Record):
     pooled_effective_rank: Annotated[Number, StateMeasure(
         title="Effective rank of pooled states", short="Pooled rank",
         formula="exp(−Σ p_i log p_i), p = σ/Σσ, of the N×D matrix of the mean tokens of N sequences",
-        range=Range("[1, min(N, D)]", 1.0, lambda state: float(min(state.sequences, state.hidden_size))),
+        range=POOLED_RANK,
         low="all sequences alike", high="sequences point apart", digits=1, cost="O(N D min(N, D))",
         drawn=False, late=True, known_only=True,
         meaning="How many directions the mean states of all sequences fill: 1 if they are on one line. It is "
@@ -414,7 +415,7 @@ class StateMeasures(Record):
     pooled_effective_rank_without_massive: Annotated[Number, StateMeasure(
         title="Effective rank of pooled states without massive tokens", short="Pooled rank without massive",
         formula="effective rank of the means of tokens with ‖y_i‖ ≤ 10 · median_j ‖y_j‖",
-        range=Range("[1, min(N, D)]", 1.0, lambda state: float(min(state.sequences, state.hidden_size))),
+        range=POOLED_RANK,
         low="all sequences alike", high="sequences point apart", digits=1, cost="O(N D min(N, D))",
         drawn=False, late=True, known_only=True,
         meaning="How many directions the mean states fill if tokens of huge norm, which are much the same in "

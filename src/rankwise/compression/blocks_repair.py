@@ -70,10 +70,8 @@ def _fit(passes: GatedPasses, batches: list[LossBatch], block: str, last: str, g
     for batch in batches:
         target = _rows(passes, batch, last, frozenset())["state"]
         rows = _rows(passes, batch, block, gone, writer)
-        if (
-            len(rows["inputs"]) != len(target) or rows["middle"].shape != target.shape
-        ):  # an expert or a router
-            return {}
+        if len(rows["inputs"]) != len(target) or rows["middle"].shape != target.shape:
+            return {}  # an expert or a router
         scale = 1 / target.norm(dim=1, keepdim=True)  # √w
         inputs = rows["inputs"] if bias is None else F.pad(rows["inputs"], (0, 1), value=1.0)
         above = below = torch.ones_like(rows["state"][0])

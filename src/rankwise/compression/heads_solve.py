@@ -70,7 +70,6 @@ def solve(job: Job) -> Solution:
             for layer in layers
             if layer.value_heads > 1
         },
-        kl={layer.name: float("nan") for layer in layers},
         skipped=skipped,
         notes=notes,
         cost=cost,

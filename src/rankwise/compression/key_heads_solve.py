@@ -13,7 +13,6 @@ Source: alignment by rotations that commute with rotary positions is from arXiv 
 heads are the means of rotated heads.
 """
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -72,7 +71,6 @@ def solve(job: Job) -> Solution:
             MergedKeys(stack=x.stack, site=x.name, layer=x.layer, before=total, after=left) for x in places
         ],
         key_heads={place.name: [*range(0, total, total // left)] for place in places},
-        kl={place.name: math.nan for place in places},
         skipped=skipped,
         notes=[f"Key heads: {left} of {total} remain in every layer, a share of {left / total:.3g}."],
     )

@@ -68,9 +68,9 @@ class Solution:
     blocks: list[BlockRemoval] = field(default_factory=list)
     merged: list[MergedKeys] = field(default_factory=list)
     kl: dict[str, float] = field(default_factory=dict)
-    """Attention KL per site on the evaluation data. NaN if it was not measured."""
+    """Attention KL per site on the evaluation data. Empty for parts that do not compare attention."""
     key_heads: dict[str, list[int]] = field(default_factory=dict)
-    """Original numbers of the key heads that the part ``heads`` left, by site. Empty for other parts."""
+    """Numbers, before the part, of the key heads that it left, by site. Empty if it removes none."""
     skipped: dict[str, str] = field(default_factory=dict)
     """Layers that cannot be changed, each with the reason."""
     notes: list[str] = field(default_factory=list)

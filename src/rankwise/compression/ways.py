@@ -104,8 +104,10 @@ def _rows(
             continue
         kept: dict[str, Any] = {}
         for uniform, keep in product([False, True] if name == "heads" else [False], SHARES):
-            job = Job(model, found, data, eval_data, keep, seed=seed, on_progress=report, kept=kept)
-            job.uniform = uniform
+            job = Job(
+                model, found, data, eval_data, keep,
+                seed=seed, on_progress=report, kept=kept, uniform=uniform,
+            )  # fmt: skip
             ways = [lambda name=name, job=job: solve_part(name, job).change]
             row = measure(ways, part=name, keep=keep, uniform=uniform)
             yield row
