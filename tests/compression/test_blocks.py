@@ -4,11 +4,8 @@ import copy
 import functools
 import math
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,7 +35,6 @@ from tests.support.untouched import untouched
 from torch import Tensor, nn
 
 import rankwise as rw
-from rankwise.compression import save_compressed
 from rankwise.compression.blocks_find import find, removal
 from rankwise.compression.blocks_repair import repair
 from rankwise.errors import CompressionError
@@ -120,7 +116,7 @@ def found(family: str) -> Any:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(data=st.data())
 def test_a_smaller_model_is_the_model_with_skipped_blocks_and_its_class_loads_it(
     family: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
@@ -128,7 +124,13 @@ def test_a_smaller_model_is_the_model_with_skipped_blocks_and_its_class_loads_it
     model, stacks, _ = found(family)
     batch, before = FAMILIES[family][1], output(model, FAMILIES[family][1])
     plan = {
-        stack.name: data.draw(st.sets(st.sampled_from(stack.removable), max_size=min(2, stack.size - 1)))
+        stack.name: data.draw(
+            st.sets(
+                st.sampled_from(stack.removable),
+                min_size=len(stacks) == 1,
+                max_size=min(2, stack.size - 1),
+            )
+        )
         for stack in stacks
     }
     if family == "gemma3":  # at least one block of each kind must stay
@@ -374,33 +376,6 @@ def test_half_precision_and_a_wrapped_model_are_compressed_alike() -> None:
     assert inner.config.num_hidden_layers == len(inner.encoder.layer) == 2
     assert {weight.dtype for weight in inner.parameters()} == {torch.bfloat16}
     assert {block.site for block in done.blocks} == {f"inner.encoder.layer.{number}" for number in range(4)}
-
-
-FRESH = """
-import sys
-sys.modules["rankwise"] = None  # then its import fails
-import torch, transformers
-for folder in sys.argv[1:]:
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    ids, expected = torch.load(folder + "/expected.pt")
-    assert torch.equal(model(ids).logits, expected)
-    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
-    texts = [model.generate(ids, use_cache=cached, **options) for cached in (True, False)]
-    assert texts[0].shape[1] > ids.shape[1] and torch.equal(*texts)
-"""
-
-
-def test_a_process_without_rankwise_loads_the_folders(tmp_path: Path) -> None:
-    for family in ("llama", "gemma3"):
-        model = FAMILIES[family][0]()
-        done = rw.compress(model, [ids(8, 24)], remove=2)
-        folder = save_compressed(model, tmp_path / family, done)
-        files = {path.name for path in folder.iterdir()}
-        assert files == {"config.json", "generation_config.json", "model.safetensors", "compression.json"}
-        torch.save((BATCH["input_ids"], output(model, BATCH)), folder / "expected.pt")
-    command = [sys.executable, "-c", FRESH, *map(str, tmp_path.iterdir())]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.parametrize(

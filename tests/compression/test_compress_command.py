@@ -2,8 +2,6 @@
 
 import json
 import math
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -218,30 +216,6 @@ def test_a_stopped_command_leaves_no_new_folder(
         assert Path(folder).exists() == left
         if error is MemoryError:
             assert "GPT2LMHeadModel: expected memory for the parts that" in str(done.exception)
-
-
-@pytest.mark.parametrize(
-    ("code", "said"),
-    [
-        (
-            "from rankwise.compression import load_compressed\n"
-            "from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING\n"
-            "print(any('rankwise' in name for name in AUTO_QUANTIZER_MAPPING))",
-            "True",
-        ),
-        (
-            "from rankwise.compression import Compression, HeadWidth\n"
-            "from rankwise.report.compression_report import compression_document\n"
-            "import sys; print({'torch', 'transformers'} & set(sys.modules))",
-            "set()",
-        ),
-    ],
-    ids=["loader", "records"],
-)
-def test_imports_in_a_new_process(code: str, said: str) -> None:
-    """`load_compressed` registers the loader; records import neither torch nor transformers."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.stdout.strip() == said, done.stderr[-2000:]
 
 
 def test_sequences_of_one_batch_are_held_out() -> None:

@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -94,43 +92,6 @@ def test_every_layer_loses_as_many_heads_and_computes_the_others(family: str) ->
         expected = output(original, batch)
     got = output(model, batch)
     assert torch.allclose(got, expected, atol=1e3 * EPS * float(expected.abs().max()))
-
-
-FRESH = """
-import sys
-sys.modules["rankwise"] = None  # any import of it fails
-import torch, transformers
-for folder in sys.argv[1:]:
-    ids, expected = torch.load(f"{folder}/expected.pt")
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
-    with torch.no_grad():
-        assert torch.equal(model(ids).logits, expected)
-    settings = dict(max_new_tokens=5, do_sample=False, pad_token_id=0)
-    cached, whole = (model.generate(ids, use_cache=cached, **settings) for cached in (True, False))
-    assert torch.equal(cached, whole)
-"""
-"""Program that loads plain checkpoints without Rankwise, and compares outputs and generation with a cache."""
-
-
-def test_a_process_without_rankwise_loads_the_folders(tmp_path: Path) -> None:
-    cases = [("heads", *FAMILIES[family]) for family in ("llama", "queries", "one key head")]
-    cases.append(
-        ("key-heads", FAMILIES["llama"][0], 0.25, {"num_attention_heads": 4, "num_key_value_heads": 1})
-    )
-    for part, make, keep, numbers in cases:
-        model: Any = make()
-        width = model.model.layers[0].self_attn.head_dim
-        done = compress(model, [ids(8, 24)], keep=keep, parts=part, uniform=part == "heads")
-        folder = save_compressed(model, tmp_path / f"{part}-{len([*tmp_path.iterdir()])}", done)
-        config = json.loads((folder / "config.json").read_text())
-        assert config["head_dim"] == width
-        assert numbers.items() <= config.items()
-        assert "quantization_config" not in config
-        assert "rankwise" not in json.dumps(config)
-        torch.save((BATCH["input_ids"], output(model, BATCH)), folder / "expected.pt")
-    command = [sys.executable, "-c", FRESH, *map(str, tmp_path.iterdir())]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
 
 
 def test_the_record_says_what_uniformity_costs() -> None:

@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ from tests.compression.compression_cases import (
     siglip,
     t5,
 )
+from tests.compression.test_blocks import gemma3
 from tests.compression.test_evaluate import TwoWidths
+from tests.compression.test_heads_uniform import FAMILIES as UNIFORM
 from tests.support.modules import Attention
 from tests.support.untouched import untouched
 from torch import nn
@@ -311,32 +314,69 @@ def test_nothing_to_save_is_explained(tmp_path: Path) -> None:
         save_compressed(model, tmp_path / "one")
 
 
-PLAIN = """
-import sys, transformers
-for name, folder in zip(sys.argv[1::2], sys.argv[2::2]):
-    for load in (transformers.AutoModel, getattr(transformers, name)):
-        try:
-            load.from_pretrained(folder)
-        except RuntimeError as error:
-            assert "mismatched" in str(error), error
-        else:
-            sys.exit(f"{name} was loaded")
+PROCESS = """
+import sys
+from functools import partial
+from pathlib import Path
+sys.modules["rankwise"] = None  # any import of it fails
+import torch, transformers
+cases = list(zip(sys.argv[1::2], sys.argv[2::2]))
+for name, folder in cases:
+    load = getattr(transformers, name).from_pretrained
+    if Path(folder, "README.md").exists():
+        for refused in (transformers.AutoModel.from_pretrained, load):
+            try:
+                refused(folder)
+            except RuntimeError as error:
+                assert "mismatched" in str(error), error
+            else:
+                sys.exit(f"{name} was loaded")
+        continue
+    model, (ids, expected) = load(folder), torch.load(folder + "/expected.pt")
+    assert torch.equal(model(ids).logits, expected)
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    texts = [model.generate(ids, use_cache=cached, **options) for cached in (True, False)]
+    assert texts[0].shape[1] > ids.shape[1] and torch.equal(*texts)
+del sys.modules["rankwise"]
+from rankwise.compression import load_compressed
+for name, folder in cases:
+    getattr(transformers, name).from_pretrained(folder)
 """
+PLAIN: list[tuple[Any, dict[str, Any]]] = [
+    (partial(llama, 4), {"remove": 2}),
+    (gemma3, {"remove": 2}),
+    *(
+        (UNIFORM[family][0], {"keep": UNIFORM[family][1], "parts": "heads", "uniform": True})
+        for family in ("llama", "queries", "one key head")
+    ),
+    (UNIFORM["llama"][0], {"keep": 0.25, "parts": "key-heads"}),
+]
 
 
-def test_a_compressed_folder_fails_in_transformers_alone(tmp_path: Path) -> None:
-    cases = [(gpt2, {"heads": 0.3}), (gpt2, {"width": 0.9, "kv": 0.9}), (t5, {"width": 0.9})]
-    command = [sys.executable, "-c", PLAIN]
-    for number, (make, keep) in enumerate(cases):
+def test_transformers_alone_loads_plain_folders_and_refuses_others(tmp_path: Path) -> None:
+    """After the import that the message names, transformers loads the others, too."""
+    others: list[tuple[Any, dict[str, Any]]] = [
+        (gpt2, {"keep": {"heads": 0.3}}),
+        (gpt2, {"keep": {"width": 0.9, "kv": 0.9}}),
+        (t5, {"keep": {"width": 0.9}}),
+    ]
+    command = [sys.executable, "-c", PROCESS]
+    for number, (make, options) in enumerate(PLAIN + others):
         model, folder = make(), tmp_path / str(number)
-        rw.compress(model, [ids(8, 30)], keep=keep)
-        save_compressed(model, folder)
+        save_compressed(model, folder, rw.compress(model, [ids(8, 30)], **options))
         command += [type(model).__name__, str(folder)]
+        if number < len(PLAIN):
+            files = {"config.json", "generation_config.json", "model.safetensors", "compression.json"}
+            assert {path.name for path in folder.iterdir()} == files
+            assert "rankwise" not in (folder / "config.json").read_text()
+            batch = ids(2, 12)
+            torch.save((batch["input_ids"], output(model, batch)), folder / "expected.pt")
     readme = (folder / "README.md").read_text()
     assert "rankwise.load_compressed(folder)" in readme
     assert "Do not set `ignore_mismatched_sizes=True`" in readme
     assert "rankwise.load_compressed(folder)" in (folder / "config.json").read_text()
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     assert "got rankwise, after `from rankwise.compression import load_compressed`" in done.stderr
 
 
