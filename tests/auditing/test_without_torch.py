@@ -16,9 +16,13 @@ first, second = (rw.Audit.load(path) for path in sys.argv[1:3])
 merged = rw.Audit.merge([first, second])
 print(merged.verdict.sentence)
 print(type(rw.compare(first, second)).__name__, type(rw.compare(first, second, merged)).__name__)
+history = rw.auditing.History([(step, audit) for step, audit in enumerate((first, second))])
+assert rw.auditing.History.load(history.save(sys.argv[3] + ".history")).steps == [0, 1]
+history.comparison.to_html(sys.argv[3] + ".comparison.html")
 merged.to_html(sys.argv[3])
 merged.to_csv(sys.argv[3] + ".csv")
 print(len(merged.summary()) > 0)
+assert not {"transformers", "plotly"} & {*sys.modules}
 """
 
 
