@@ -16,10 +16,10 @@ CHEAP = ImportanceSettings(exact=False, probes=0, tolerance=None)
 SIZES = {"n_embd": 16, "n_layer": 2, "n_head": 4, "bos_token_id": 1, "eos_token_id": 2}
 
 
-def language_model(seed=0):
+def language_model(seed=0, **sizes):
     """Return a GPT-2 whose predictions are far from uniform, so that removal has a cost."""
     torch.manual_seed(seed)
-    config = transformers.GPT2Config(vocab_size=24, n_positions=32, initializer_range=0.4, **SIZES)
+    config = transformers.GPT2Config(vocab_size=24, n_positions=32, initializer_range=0.4, **SIZES | sizes)
     return transformers.GPT2LMHeadModel(config).eval().double()
 
 

@@ -219,7 +219,10 @@ def test_all_tokens_are_read_if_there_are_no_more():
 
 
 def test_sampled_costs_are_unbiased_and_apart_by_their_standard_errors():
-    whole, draws = sampled(None).sites[0], [sampled(8, seed).sites[0] for seed in range(60)]
+    model = language_model(n_layer=1)
+    whole, *draws = (
+        sampled(tokens, seed, model).sites[0] for tokens, seed in [(None, 0), *((8, at) for at in range(60))]
+    )
     for head in range(4):
         errors = torch.tensor([(draw.exact - whole.exact)[head] for draw in draws])
         stated = torch.tensor([draw.standard_error[head] for draw in draws])
