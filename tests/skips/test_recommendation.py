@@ -134,7 +134,7 @@ class Bytes(nn.Module):
         torch.manual_seed(0)
         layer = nn.TransformerEncoderLayer(64, 4, 128, 0.0, batch_first=True)
         self.embed = nn.Embedding(256, 64)
-        self.layers = nn.ModuleList(deepcopy(layer) for _ in range(24))
+        self.layers = nn.ModuleList(deepcopy(layer) for _ in range(12))
         for weight in self.parameters():
             if weight.dim() > 1:
                 nn.init.normal_(weight, std=0.2)
@@ -304,19 +304,20 @@ def test_a_stack_without_skips_gets_a_remedy_although_another_stack_has_skips(pe
     assert collapse_of(rw.audit(model, [START])) == []
 
 
-@pytest.mark.parametrize("order", [1, -1], ids=["first first", "second first"])
-def test_remedies_of_two_stacks_work_in_any_order(order: int) -> None:
-    model = TwoStacks(both=True).eval()
-    findings = collapse_of(advised(model))
+def test_remedies_of_two_stacks_work_in_any_order() -> None:
+    original = TwoStacks(both=True).eval()
+    findings = collapse_of(advised(original))
     assert {one.where.stack for one in findings} == {"first", "second"}
-    for one in findings[::order]:
-        follow(one, model)
-    skips = rw.skips.skips_of(model)
-    for one in findings:
-        sites = choose_lambda(model, START, one.where.stack).sites
-        assert [float(skips[name].detach()) for name in sites] == [one.evidence["lambda_tried"]] * 6
-    assert list(skips) == [f"{stack}.{at}.attention" for stack in ("first", "second") for at in range(6)]
-    assert collapse_of(rw.audit(model, [START])) == []
+    for order in (findings, findings[::-1]):
+        model = deepcopy(original)
+        for one in order:
+            follow(one, model)
+        skips = rw.skips.skips_of(model)
+        for one in findings:
+            sites = [f"{one.where.stack}.{at}.attention" for at in range(6)]
+            assert [float(skips[name].detach()) for name in sites] == [one.evidence["lambda_tried"]] * 6
+        assert list(skips) == [f"{stack}.{at}.attention" for stack in ("first", "second") for at in range(6)]
+        assert collapse_of(rw.audit(model, [START])) == []
 
 
 def pooled(x: Tensor) -> Tensor:
@@ -339,8 +340,8 @@ def test_no_lambda_is_named_if_no_larger_one_helps(existing: float | None) -> No
 
 def test_a_batch_without_collapse_gets_another_remedy_than_the_audit() -> None:
     model = averaging(2.0)
-    centred = TOKENS - TOKENS.mean(1, keepdim=True)
-    audit = rw.audit(model, [centred, START.repeat(49, 1, 1)])
+    centred = TOKENS[:1] - TOKENS[:1].mean(1, keepdim=True)
+    audit = rw.audit(model, [centred, START.repeat(24, 1, 1)])
     (finding,) = collapse_of(rw.skips.recommend(audit, model, centred))
     assert "Tried on this batch: no COLLAPSE." in finding.meaning
     assert finding.remedy is not None
@@ -404,12 +405,12 @@ def test_learned_lambdas_are_named_by_their_weights(skip: str) -> None:
 
 @pytest.mark.parametrize("skip", ["fixed", "none", "learned", "channel", "shared"])
 def test_lambda_modules_have_the_same_certificate_as_hooks(skip: str) -> None:
-    model = tost(skip=skip, skip_init=1.5)
-    assert len(places_in(model, BATCH)[0]) == SIZES["num_hidden_layers"]
+    model = tost(skip=skip, skip_init=1.5, num_hidden_layers=2)
+    assert len(places_in(model, BATCH)[0]) == 2
     certificate = rw.certify_skip(model, BATCH)
     for layer in certificate.layers:
         assert layer.absolute_spread_ratio_bound <= layer.absolute_spread_ratio * (1 + 1e-9)
-    hooked = tost()
+    hooked = tost(num_hidden_layers=2)
     hooked.load_state_dict(model.state_dict(), strict=False)
     value = 0.0 if skip == "none" else 1.5
     with pytest.warns(UserWarning, match="λ = 0") if not value else unchecked():

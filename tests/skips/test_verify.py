@@ -35,10 +35,10 @@ CASES = [
     *(pytest.param(FOUND[name][0], -1, id=name) for name in FAMILIES),
 ]
 DEEP = {
-    "Mamba": mamba(12),  # its steps run in Python
-    "Llama": deep("LlamaModel", **LLAMA | {"num_hidden_layers": 24}),
-    "BERT": deep("BertModel", **BERT | {"num_hidden_layers": 24}),
-    "GPT-2": deep("GPT2Model", **GPT | {"n_layer": 24}),
+    "Mamba": mamba(8),  # its steps run in Python
+    "Llama": deep("LlamaModel", **LLAMA | {"num_hidden_layers": 16}),
+    "BERT": deep("BertModel", **BERT | {"num_hidden_layers": 16}),
+    "GPT-2": deep("GPT2Model", **GPT | {"n_layer": 16}),
 }
 
 
