@@ -203,7 +203,7 @@ def test_a_finding_has_place_evidence_and_meaning() -> None:
 
 
 def test_findings_of_a_kind_are_one_entry_with_a_table() -> None:
-    total = len(records.sized(48, 32).findings)
+    total = len(records.ALL["large"]().findings)
     text = printed("large")
     assert text.count("warning  SINK") == 1
     assert f"SINK  {total} places" in text
