@@ -81,7 +81,7 @@ ALLOWED = {
 
 
 def is_private(name: str) -> bool:
-    return re.fullmatch(r"_[A-Za-z]\w*", name) is not None
+    return name[:1] == "_" and re.fullmatch(r"_[A-Za-z]\w*", name) is not None
 
 
 # --- names of torch ----------------------------------------------------------------------------------------
@@ -130,8 +130,14 @@ def parsed(path: Path) -> ast.Module:
 
 
 @cache
+def nodes_in(tree: ast.AST) -> list[ast.AST]:
+    """Return the classes, and the nodes that can hold a private name."""
+    kinds = ast.ClassDef | ast.Attribute | ast.keyword | ast.MatchClass | ast.Import | ast.ImportFrom
+    return [node for node in ast.walk(tree) if isinstance(node, kinds | ast.Constant)]
+
+
 def classes_in(tree: ast.AST) -> list[ast.ClassDef]:
-    return [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    return [node for node in nodes_in(tree) if isinstance(node, ast.ClassDef)]
 
 
 def defined_in(node: ast.ClassDef) -> set[str]:
@@ -204,7 +210,7 @@ def inherited(base: str) -> set[str]:
 def private_names(path: Path) -> list[str]:
     """Return the private names of other libraries in a file, each with its line."""
     tree = parsed(path)
-    found = {(node.lineno, name) for node in ast.walk(tree) for name in written(node) if is_private(name)}
+    found = {(node.lineno, name) for node in nodes_in(tree) for name in written(node) if is_private(name)}
     for kind in classes_in(tree):
         theirs = {name for base in bases_of(kind) for name in inherited(base)}
         found |= {(kind.lineno, name) for name in own_attributes(kind) & theirs}
