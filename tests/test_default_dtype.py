@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import pytest
@@ -85,9 +84,9 @@ def with_skips() -> list[Any]:
     return [logits, rw.certify_skip(model, token_ids()).model_dump()]
 
 
-def compressed(parts: str, model: Callable[[], Any]) -> list[Any]:
+def compressed() -> list[Any]:
     batches = [token_ids(seed=seed) for seed in range(2)]
-    record = rw.compress(model(), batches, keep=0.75, parts=parts)
+    record = rw.compress(gpt2(), batches, keep=0.75, parts=("heads", "width", "kv"))
     return [record.model_dump(exclude={"seconds", "provenance", "speed"})]
 
 
@@ -132,9 +131,7 @@ USES: dict[str, Callable[[], Any]] = {
     "audit of ToST": lambda: audited(tost(), importance=True),
     "λ-skips": with_skips,
     "choose_lambda": lambda: rw.skips.choose_lambda(bert(), token_ids(), "bert.encoder.layer").model_dump(),
-    "compress heads": partial(compressed, "heads", gpt2),
-    "compress width": partial(compressed, "width", gpt2),
-    "compress kv": partial(compressed, "kv", gpt2),
+    "compress": compressed,
 }
 
 

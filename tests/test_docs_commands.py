@@ -72,8 +72,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "hidden_size": 32,
         "intermediate_size": 64,
     }
-    words = {"vocab_size": 259, "pad_token_id": 0, "eos_token_id": 1, "max_position_embeddings": 512}
-    tokenizer = transformers.ByT5Tokenizer(extra_ids=0, model_max_length=512)
+    words = {"vocab_size": 259, "pad_token_id": 0, "eos_token_id": 1, "max_position_embeddings": 128}
     models = {
         "gpt2": transformers.GPT2LMHeadModel(
             transformers.GPT2Config(
@@ -89,7 +88,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, model in models.items():
         model.save_pretrained(root / name)
         if name != "my-vit":
-            tokenizer.save_pretrained(root / name)
+            length = 512 if name == "gpt2" else 128
+            transformers.ByT5Tokenizer(extra_ids=0, model_max_length=length).save_pretrained(root / name)
     size = {"height": 32, "width": 32}
     reader = {"image_processor_type": "ViTImageProcessor", "size": size, "do_normalize": False}
     (root / "my-vit" / "preprocessor_config.json").write_text(json.dumps(reader))

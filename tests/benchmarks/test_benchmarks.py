@@ -8,7 +8,7 @@ from pathlib import Path
 import benchmarks.__main__ as command
 import pytest
 import torch
-from benchmarks import audit, device, estimate, language, state_space, tssa
+from benchmarks import audit, device, estimate, language, offload, state_space, tssa
 from benchmarks.harness import in_fresh_process, peak_mib, ratio
 from benchmarks.tssa import EAGER, OURS, REFERENCE, SDPA, contenders, crossover, errors, inputs, is_right
 
@@ -81,6 +81,11 @@ def test_a_benchmark_runs_and_writes_its_rows(name, monkeypatch, tmp_path, capsy
     monkeypatch.setattr(language, "MODELS", ("transformer", "tost"))
     monkeypatch.setattr(state_space, "in_fresh_process", lambda *_, **__: None)
     monkeypatch.setattr(estimate, "in_fresh_process", lambda _, **job: estimate.peak(**job))
+    monkeypatch.setattr(
+        offload,
+        "in_fresh_process",
+        lambda name, **job: offload.peak(**job) if "in_memory" in job else in_fresh_process(name, **job),
+    )
     out, threads = tmp_path / "out.json", torch.get_num_threads()
     monkeypatch.setattr(audit, "in_fresh_process", lambda _, **job: audit.peak(**job))
     size = {"tssa": ["--tokens", "64", "16"], "device": ["--tokens", "32"]}.get(name, [])

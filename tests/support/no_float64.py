@@ -152,8 +152,7 @@ def check_compressions() -> None:
     )  # fmt: skip
     batch = {"input_ids": torch.randint(0, 24, (4, 12), generator=torch.Generator().manual_seed(0))}
     asked: list[tuple[Any, dict[str, Any]]] = [
-        (gpt2, {"keep": {"heads": 0.5}}),
-        (gpt2, {"keep": {"width": 0.5, "kv": 0.4}, "calibrate": 2}),
+        (gpt2, {"keep": {"heads": 0.5, "width": 0.5, "kv": 0.4}, "calibrate": 2}),
         (llama, {"keep": {"width": 0.5, "kv": 0.4}}),
     ]
     for config, options in asked:
