@@ -148,9 +148,10 @@ OUTPUTS = {
 }
 
 
-@pytest.mark.parametrize("named", [False, True], ids=["pairs", "dicts"])
 @pytest.mark.parametrize("shift", [False, True], ids=["shifted by the user", "shifted by the model"])
-@pytest.mark.parametrize("output", OUTPUTS)
+@pytest.mark.parametrize(
+    ("output", "named"), [*((name, False) for name in OUTPUTS), ("(logits, loss)", True), ("loss", True)]
+)
 def test_the_loss_of_targets_is_the_loss_that_the_model_returns(output, shift, named):
     x = ids(tokens=9)
     y = x if shift else ids(tokens=10)[:, 1:]

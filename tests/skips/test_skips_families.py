@@ -63,8 +63,9 @@ def test_skips_act_in_every_family(name: str) -> None:
     assert state_of(model) == state
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["ViT", "T5", "Llama"])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("ViT", torch.float32), ("ViT", torch.bfloat16), ("T5", torch.bfloat16)]
+)
 def test_an_example_is_made_for_images_and_texts(name: str, dtype: torch.dtype) -> None:
     (model, batch), (other, _) = (FOUND[name][0]() for _ in range(2))
     sites = add_lambda_skip(model.to(dtype)).places
@@ -72,8 +73,15 @@ def test_an_example_is_made_for_images_and_texts(name: str, dtype: torch.dtype) 
     assert {site.dtype for site in sites.values()} == {dtype}
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("name", ["Mamba", "Mamba2", "FalconMamba"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("Mamba", torch.float16),
+        ("Mamba", torch.float64),
+        ("Mamba2", torch.bfloat16),
+        ("FalconMamba", torch.bfloat16),
+    ],
+)
 def test_a_residual_in_float32_is_the_state_that_it_was_cast_from(name: str, dtype: torch.dtype) -> None:
     sizes = (MAMBA2 if name == "Mamba2" else STATE_SPACE) | {"num_hidden_layers": 4}
     skips = add_lambda_skip(hugging_face(f"{name}Model", f"{name}Config", **sizes)().to(dtype))

@@ -69,8 +69,9 @@ def test_skips_are_loaded_after_the_weights_of_a_saved_model(tmp_path: Path) -> 
     assert same(outputs(again, text_inputs()), outputs(model, text_inputs()))
 
 
-@pytest.mark.parametrize("name", ["BERT", "T5", "ALBERT", "Mamba-2"])
-@pytest.mark.parametrize("per", ["layer", "channel"])
+@pytest.mark.parametrize(
+    ("name", "per"), [("BERT", "layer"), ("T5", "channel"), ("ALBERT", "layer"), ("Mamba-2", "channel")]
+)
 def test_saved_skips_are_loaded(name: str, per: str, tmp_path: Path) -> None:
     model, batch = FOUND[name][0]()
     skips = add_lambda_skip(model, per=per, learnable=False, example=batch)
