@@ -232,7 +232,12 @@ class CachedLayer:
     """Bytes of such a number."""
 
     def quantized(self, bits: int) -> "CachedLayer":
-        """Return the layer with numbers of a few bits: groups of 64 tokens of keys, channels of values."""
+        """Return the layer with numbers of a few bits: groups of 64 tokens of keys, channels of values.
+
+        A window stays as it is, because no cache of transformers quantizes it.
+        """
+        if self.most is not None:
+            return self
         keys, values = self.numbers
         groups = keys / GROUP + -(-values // GROUP)
         return replace(self, bytes=self.bytes + (keys + values) * (bits / 8 - self.size) + 4 * groups)

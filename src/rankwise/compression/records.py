@@ -167,7 +167,7 @@ class Preview(Record):
     cache_bytes: int
     """Bytes of the cache of the original. 0 without a cache."""
     windowed: bool = False
-    """True if a layer keeps a window. `QuantizedCache` of transformers refuses such models."""
+    """True if a layer keeps a window, which is not quantized. `QuantizedCache` refuses such models."""
     rows: list[PreviewRow] = Field(default_factory=list)
 
     def recommended(self, purpose: Literal["memory", "size", "speed"]) -> PreviewRow | None:
