@@ -123,7 +123,6 @@ class CacheSize(Record):
     tokens: int
     before: int
     after: int
-    """Number of key heads that remain. Each was made from equally many adjacent key heads."""
 
 
 PAYS_COST, PAYS_SIZE = 0.01, 0.95
