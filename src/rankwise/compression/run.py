@@ -82,8 +82,8 @@ def compress(
 
     Each part is tried on the model before the work begins. Layers for which the trial fails are skipped and
     reported.
-    Cost: two passes over `batches`, whose queries and keys stay in memory; 32 softmaxes per head of
-    16 sequences; with `calibrate`, three softmaxes per step.
+    Cost: two passes over `batches`, whose queries and keys stay in memory; a softmax per channel of a head
+    of 16 sequences, or of all with a tolerance; with `calibrate`, three softmaxes per step.
 
     Args:
         model: any module; it is changed in place. Its class, attention code and configuration stay.

@@ -20,8 +20,6 @@ from rankwise.measures.required_width import LogitBases, logit_bases
 
 CURVE_SEQUENCES = 16
 """Maximum number of sequences on which a head's curve, attention KL against width, is measured."""
-CURVE_POINTS = 32
-"""Number of evenly spaced widths of a curve. The curve of a wide head also has all smaller widths."""
 RATE = 0.02
 """Learning rate of Adam for factors in whitened coordinates; it falls to zero along a cosine."""
 ROWS = 2**20
@@ -124,26 +122,12 @@ def closed_form(layer: QueryKeyStatistics, widths: list[int]) -> Factors:
 
 
 def head_curves(layer: QueryKeyStatistics) -> list[Curve]:
-    """Return the curve of each key head: attention KL of the closed form at several widths."""
-    widths = curve_widths(layer.projections.width)
+    """Return the curve of each key head: attention KL of the closed form at all widths."""
+    widths = [*range(1, layer.projections.width + 1)]
     samples = first_samples(layer.samples, CURVE_SEQUENCES)
     bases = [logit_bases(P, S) for P, S in zip(layer.query_moments, layer.key_moments, strict=True)]
     by_key = width_curves(samples, bases, widths).unflatten(0, (-1, layer.projections.groups)).mean(1)
     return [(widths, losses) for losses in by_key.tolist()]
-
-
-def curve_widths(width: int) -> list[int]:
-    """Return the widths of a curve, from 1 to K. These are all widths if K is at most 32.
-
-    For larger K, they are multiples of a step, K, and all widths below the step.
-
-    Examples:
-        >>> curve_widths(4), len(curve_widths(128)), curve_widths(128)[:6]
-        ([1, 2, 3, 4], 35, [1, 2, 3, 4, 8, 12])
-    """
-    step = -(-width // CURVE_POINTS)
-    small = range(1, step) if step > 1 else ()
-    return sorted({*small, *range(step, width + 1, step), width})
 
 
 # --- rotary pairs ---------------------------------------------------------------------------------------

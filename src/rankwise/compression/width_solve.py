@@ -5,14 +5,13 @@ channels that cost least.
 """
 
 import math
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 
-from rankwise._internals.statistics import mean
 from rankwise.compression.records import HeadWidth
 from rankwise.compression.trials import Job, Solution
 from rankwise.compression.width_factors import (
@@ -29,9 +28,6 @@ from rankwise.compression.width_find import QueryKeyStatistics, check_statistics
 from rankwise.compression.width_modules import Factors, narrow_layers
 from rankwise.errors import CompressionError
 
-ATTEMPTS = 6
-"""Maximum number of times that widths are chosen for a tolerance."""
-
 
 @dataclass
 class Candidate:
@@ -47,9 +43,8 @@ class Candidate:
 def solve(job: Job) -> Solution:
     """Return the change to narrow queries and keys: choose widths, then calibrate and measure the factors.
 
-    A curve is the attention KL of a key head by width, measured on the first sequences. If the KL on all
-    calibration data exceeds the tolerance, measure the curves again on all data. If the KL is still too high,
-    choose the widths again for a stricter tolerance.
+    A curve is the attention KL of a key head by width, measured on the first sequences. With a tolerance, it
+    is measured on all calibration data.
     """
     found, skipped = job.found
     if "layers" not in job.kept:
@@ -62,25 +57,15 @@ def solve(job: Job) -> Solution:
             candidates.append(_candidate(statistics, job))
         job.kept["layers"] = candidates
     layers: list[Candidate] = job.kept["layers"]
+    curves = [layer.curves if job.tolerance is None else _measured(layer, job) for layer in layers]
+    widths = allocate_widths(curves, job.keep, job.tolerance)
+    starts = [layer.start(chosen) for layer, chosen in zip(layers, widths, strict=True)]
     collected = [layer.statistics for layer in layers]
-    aim, rotated = job.tolerance, [len(layer.projections.pairs) > 0 for layer in collected]
-    for attempt in range(ATTEMPTS):
-        widths = allocate_widths([layer.curves for layer in layers], job.keep, aim, rotated)
-        starts = [layer.start(chosen) for layer, chosen in zip(layers, widths, strict=True)]
-        costs = [_by_key(layer.statistics, factors) for layer, factors in zip(layers, starts, strict=True)]
-        cost = mean(chain.from_iterable(costs))
-        whole = all(len(kept) == len(factors.key[0]) for factors in starts for kept in factors.kept)
-        if job.tolerance is None or aim is None or cost <= job.tolerance or whole:
-            break
-        if attempt == 0:
-            for done, layer in enumerate(layers):
-                name = layer.statistics.projections.name
-                job.on_progress(f"measuring widths of {name} on all data", done / len(layers))
-                layer.curves = _measured(layer)
-        else:
-            aim *= 0.9 * job.tolerance / cost
+    whole = all(len(kept) == len(factors.key[0]) for factors in starts for kept in factors.kept)
     if whole:  # the model keeps its projections, so its costs are exactly 0, without rounding errors
-        costs = [[0.0] * len(losses) for losses in costs]
+        costs = [[0.0] * len(chosen) for chosen in widths]
+    else:
+        costs = [_by_key(layer, factors) for layer, factors in zip(collected, starts, strict=True)]
     heads: list[HeadWidth] = []
     plan: dict[str, Factors] = {}
     for statistics, factors, before in zip(collected, starts, costs, strict=True):
@@ -127,8 +112,9 @@ def _candidate(layer: QueryKeyStatistics, job: Job) -> Candidate:
     return Candidate(layer, curves, partial(kept_factors, layer, whole, orders))
 
 
-def _measured(layer: Candidate) -> list[Curve]:
+def _measured(layer: Candidate, job: Job) -> list[Curve]:
     """Return the curves of a layer's key heads, with attention KL measured on all calibration data."""
+    job.on_progress(f"measuring widths of {layer.statistics.projections.name} on all data", math.nan)
     widths = [widths for widths, _ in layer.curves]
     losses = [_by_key(layer.statistics, layer.start(list(each))) for each in zip(*widths, strict=True)]
     return list(zip(widths, map(list, zip(*losses, strict=True)), strict=True))
@@ -169,15 +155,11 @@ def _widened(curves: list[Curve], steps: list[tuple[int, float]]) -> list[int]:
 
 
 def allocate_widths(
-    curves: list[list[Curve]],
-    keep: float | int | None,
-    tolerance: float | int | None,
-    measured_only: list[bool],
+    curves: list[list[Curve]], keep: float | int | None, tolerance: float | int | None
 ) -> list[list[int]]:
     """Return the width of each key head, by layer, for a share of all widths or for a tolerance.
 
-    `measured_only` is True for layers that can have only the widths of their curves. Widths between these are
-    rounded down for a share, and up for a tolerance.
+    A width between two widths of a curve, inside of a rotary pair, is rounded down.
     """
     every = [*chain.from_iterable(curves)]
     if tolerance is not None:
@@ -185,14 +167,7 @@ def allocate_widths(
     else:
         assert keep is not None
         widths = iter(widths_under_budget(every, round(keep * sum(sizes[-1] for sizes, _ in every))))
-
-    def rounded(sizes: list[int], width: int) -> int:
-        return sizes[bisect_right(sizes, width) - 1 if tolerance is None else bisect_left(sizes, width)]
-
-    return [
-        [rounded(sizes, next(widths)) if rounds else next(widths) for sizes, _ in heads]
-        for heads, rounds in zip(curves, measured_only, strict=True)
-    ]
+    return [[sizes[bisect_right(sizes, next(widths)) - 1] for sizes, _ in heads] for heads in curves]
 
 
 def widths_under_budget(curves: list[Curve], budget: int) -> list[int]:
@@ -219,14 +194,18 @@ def widths_under_budget(curves: list[Curve], budget: int) -> list[int]:
 def widths_for_tolerance(curves: list[Curve], tolerance: float) -> list[int]:
     """Return the least widths, in the order of `widths_under_budget`, with mean KL within a tolerance.
 
+    The last step along a line of a hull goes to its end, a width of the curve, because the KL of the widths
+    before the end may lie above the line.
+
     Examples:
         >>> widths_for_tolerance([([1, 2, 4], [1.0, 0.1, 0.0]), ([1, 2, 4], [0.3, 0.2, 0.15])], 0.2)
         [2, 1]
     """
     excess = sum(losses[0] for _, losses in curves) - tolerance * len(curves)
-    steps = hull_steps(curves)
-    for count, (_, gain) in enumerate(steps):
-        if excess <= 1e-9 * gain:
-            return _widened(curves, steps[:count])
-        excess -= gain
-    return _widened(curves, steps)
+    taken: list[tuple[int, float]] = []
+    for step in hull_steps(curves):
+        if excess <= 1e-9 * step[1] and step not in taken[-1:]:
+            break
+        excess -= step[1]
+        taken.append(step)
+    return _widened(curves, taken)
