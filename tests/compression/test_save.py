@@ -175,7 +175,7 @@ def test_the_structure_in_a_configuration_follows_the_model() -> None:
         ({"architectures": ["OwnModel"]}, r"got OwnModel. Import .* `OwnModel.from_pretrained"),
         (
             {KEY: {"quant_method": NAME, "structure": {"format": 1, "changes": []}}},
-            "format: Input should be 2. Save the model again",
+            "format: Input should be 3. Save the model again",
         ),
     ],
     ids=["plain", "no class", "class", "structure"],

@@ -105,12 +105,10 @@ class HeadProjections:
         return self.heads // self.value_heads if self.keys_stay else self.units
 
     def remaining(self, units: set[int]) -> tuple[list[int], list[int]]:
-        """Return the query heads and the key heads that stay without some units."""
-        kept = [unit for unit in range(self.units) if unit not in units]
+        """Return the query heads and the key heads that stay without some units: one unit, if all go."""
+        kept = [unit for unit in range(self.units) if unit not in units] or [0]
         query = [unit * self.group + member for unit in kept for member in range(self.group)]
-        if self.keys_stay or self.value_heads == 1:  # a key head stays while a query head remains
-            return query, [*range(self.value_heads)] if kept else []
-        return query, kept
+        return query, [*range(self.value_heads)] if self.keys_stay or self.value_heads == 1 else kept
 
     def without(self, units: set[int], module: nn.Module) -> RemovedHeads:
         """Return the record of the layer without some units; `module` is the layer before its change."""
@@ -118,8 +116,7 @@ class HeadProjections:
         cuts = [self._cut(name, set(query), set(values)) for name in self.inputs]
         width = self.value_width
         runs = runs_of([head * width + channel for head in query for channel in range(width)])
-        size, slot = self.heads * width, 0 if query else width
-        cuts.append(CutLinear(module=self.output, side="in", size=size, runs=runs, slot=slot))
+        cuts.append(CutLinear(module=self.output, side="in", size=self.heads * width, runs=runs))
         sizes = renumbered(vars(module).get, self._counts(units))
         return RemovedHeads(module=self.name, cuts=cuts, sizes=sizes, config=self.fields(module, units))
 
@@ -139,13 +136,11 @@ class HeadProjections:
             for channel in each
         }
         left = [channel for channel in range(size) if channel not in removed]
-        slot = 0 if left else sum(channels.shape[1] for channels, _ in blocks)
-        return CutLinear(module=name, side="out", size=size, runs=runs_of(left), slot=slot)
+        return CutLinear(module=name, side="out", size=size, runs=runs_of(left))
 
     def _counts(self, units: set[int]) -> dict[str, tuple[int, int]]:
         """Return the numbers that `NAMES` lists, before and after the removal of some units."""
-        query, values = self.remaining(units)
-        heads, value_heads = len(query) or 1, len(values) or 1
+        heads, value_heads = map(len, self.remaining(units))
         return {
             "heads": (self.heads, heads),
             "key heads": (self.value_heads, value_heads),
@@ -250,12 +245,17 @@ def _ways(model: nn.Module, batch: Any) -> dict[str, Callable[[nn.Module, Any], 
 def removal(model: nn.Module, layers: list[HeadProjections], plan: Plan, uniform: bool = False) -> Change:
     """Return the `Change` that removes the planned units (groups of heads) from their layers.
 
+    If all units of a layer go, the first stays with output weights of zero, because code needs a head.
     If the change is uniform, as many units of each layer are removed, and configurations describe the result.
     """
     cut = [layer for layer in layers if plan.get(layer.name)]
     records = [layer.without(plan[layer.name], model.get_submodule(layer.name)) for layer in cut]
     if not uniform or not cut:
-        return build(model, *records)
+        change = build(model, *records)
+        for layer in cut:
+            if len(plan[layer.name]) == layer.units:
+                nn.init.zeros_(change.modules[layer.output].weight)  # type: ignore[arg-type]
+        return change
 
     def edit(_name: str, config: Any) -> None:
         fields = cut[0].fields(config, plan[cut[0].name])
