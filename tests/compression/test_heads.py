@@ -3,7 +3,6 @@
 import copy
 import pickle
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,8 +32,7 @@ from tests.compression.compression_cases import (
 from tests.support.untouched import untouched
 from torch import nn
 
-import rankwise as rw
-from rankwise.compression import compress, save_compressed
+from rankwise.compression import compress
 from rankwise.compression.heads_find import find, removal, zeroed
 from rankwise.compression.heads_modules import CutLinear, LayerConfig, RemovedHeads, build
 from rankwise.errors import CompressionError
@@ -194,19 +192,6 @@ def test_a_layer_without_heads_runs_with_masks_caches_and_eager_attention(family
     model.set_attn_implementation("eager")
     assert float((output(model, BATCH) - whole).abs().max()) < bound
     model.train()(**BATCH, labels=BATCH["input_ids"]).loss.backward()
-
-
-def test_empty_layers_are_saved_and_loaded(tmp_path: Path) -> None:
-    model, batch = gpt2(), ids()
-    removed(model, batch, [{0, 1, 2, 3}, {2}])
-    expected = output(model, batch)
-    save_compressed(model, tmp_path / "one")
-    assert torch.equal(output(rw.load_compressed(tmp_path / "one"), batch), expected)
-    base = transformers.AutoModel.from_pretrained(tmp_path / "one")
-    assert base.h[0].attn.c_proj.weight.numel() == 32 * 8
-    base.save_pretrained(tmp_path / "two")
-    again = transformers.AutoModel.from_pretrained(tmp_path / "two")
-    assert torch.equal(output(again, batch), output(base, batch))
 
 
 REFUSED: dict[str, Make] = {

@@ -15,8 +15,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from rankwise._internals.forward import AddedHook, Change, config_value
-from rankwise.compression.evaluate import is_decoder
-from rankwise.compression.heads_modules import RECORD, CutLinear, RemovedHeads, build
+from rankwise.compression.heads_modules import CutLinear, RemovedHeads, build
 from rankwise.compression.plain import change_configs, check_plain
 from rankwise.compression.save import pretrained_models
 from rankwise.compression.trials import (
@@ -166,7 +165,10 @@ def find(model: nn.Module, batch: Any) -> Found[HeadProjections]:
     units set to zero. All layers are tried together. If this trial fails, each layer is tried alone. Raise
     `NoLayersError` if no layer passes.
     """
-    layers, skipped = find_head_projections(model, batch)
+    seen = observe(model, batch)
+    results = {name: _layer(seen.projections(name)) for name in seen.mixers}
+    layers = [layer for layer in results.values() if isinstance(layer, HeadProjections)]
+    skipped = {name: reason for name, reason in results.items() if isinstance(reason, str)}
 
     def trial(some: list[HeadProjections]) -> str:
         return difference(model, some, {layer.name: {0} for layer in some}, batch)
@@ -225,8 +227,7 @@ def _ways(model: nn.Module, batch: Any) -> dict[str, Callable[[nn.Module, Any], 
         mask = torch.ones_like(ids)
         mask[-1, ids.shape[1] // 2 :] = 0
         ways[" with a mask"] = lambda model, batch: main_output(model, {**batch, "attention_mask": mask})
-        if is_decoder(model):
-            ways[" with a cache"] = lambda model, batch: at_once_and_in_halves(model, batch)[-1]
+        ways[" with a cache"] = lambda model, batch: at_once_and_in_halves(model, batch)[-1]
 
     def eager(model: nn.Module, batch: Any) -> Tensor:
         inner = pretrained_models(model)
@@ -264,13 +265,8 @@ def removal(model: nn.Module, layers: list[HeadProjections], plan: Plan, uniform
         for name, number in fields.items():
             setattr(config, name, number)
 
-    change = change_configs(model, [layer.name for layer in cut], edit)
-    smaller = build(model, *(record.model_copy(update={"config": {}}) for record in records))
-    change.modules = smaller.modules
-    for name, values in smaller.attributes.items():
-        del values[RECORD]
-        change.attributes.setdefault(name, {}).update(values)
-    return change
+    sizes = {record.module: record.sizes for record in records}
+    return change_configs(model, sizes, edit, build(model, *records).modules, sizes)
 
 
 def zeroed(model: nn.Module, layers: list[HeadProjections], plan: Plan) -> Change:
@@ -291,14 +287,6 @@ def _set_zero(channels: list[int], _module: nn.Module, args: tuple[Any, ...], kw
 
 
 # --- find ------------------------------------------------------------------------------------------------
-
-
-def find_head_projections(model: nn.Module, batch: Any) -> tuple[list[HeadProjections], dict[str, str]]:
-    """Return the linear layers around the heads of each layer, and why each other layer is left out."""
-    seen = observe(model, batch)
-    results = {name: _layer(seen.projections(name)) for name in seen.mixers}
-    layers = [layer for layer in results.values() if isinstance(layer, HeadProjections)]
-    return layers, {name: reason for name, reason in results.items() if isinstance(reason, str)}
 
 
 def _layer(near: MixerProjections) -> HeadProjections | str:

@@ -6,8 +6,6 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
-from rankwise._internals.batches import first_sequences, to_device
-from rankwise._internals.forward import device_of
 from rankwise._internals.records import grouped
 from rankwise.compression.heads_find import (
     HeadProjections,
@@ -46,8 +44,7 @@ def solve(job: Job) -> Solution:
         layers, plan, notes, importance = _uniform(job, layers)
     else:
         plan, notes, importance = _share(job, layers) if job.tolerance is None else _within(job, layers)
-    short = to_device(first_sequences(job.batches[0], 2), device_of(job.model))
-    if reason := difference(job.model, layers, plan, short, job.uniform):
+    if reason := difference(job.model, layers, plan, job.short, job.uniform):
         raise CompressionError(
             f"model {type(job.model).__name__}",
             expected="outputs of the smaller model equal to outputs with these heads set to zero",
@@ -158,12 +155,13 @@ def _levels(job: Job, layers: list[HeadProjections]) -> list[tuple[list[HeadProj
         ways.append([replace(layer, keys_stay=True) for layer in layers])
     options = [(some, number) for some in ways for number in range(1, some[0].rivals)]
     options.sort(key=lambda option: -_removed(*option))
-    short = to_device(first_sequences(job.batches[0], 2), device_of(job.model))
     levels: list[tuple[list[HeadProjections], int]] = []
     shares: list[str] = []
     for some, number in options:
         units = {unit for unit in range(some[0].units) if unit % some[0].rivals < number}
-        if reason := difference(job.model, some, dict.fromkeys((x.name for x in some), units), short, True):
+        if reason := difference(
+            job.model, some, dict.fromkeys((x.name for x in some), units), job.short, True
+        ):
             reasons.append(reason)
             continue
         shares.append(f"{1 - _removed(some, number) / heads:.3g}")

@@ -174,7 +174,7 @@ def compress(
             with ExitStack() as applied:
                 for name, job in jobs.items():
                     if solutions:  # find the layers again, because earlier parts changed them
-                        job.found = find_part(name, model, data[0])
+                        job.found, job.kept = find_part(name, model, data[0]), {}
                     solutions[name] = solve_part(name, job)
                     applied.enter_context(solutions[name].change)
                 changes = [solution.change for solution in solutions.values()]
@@ -356,12 +356,7 @@ def _record(
             f"{worst.spread:.2g}: these data do not tell it from 0."
         )
     for name, solution in solutions.items():
-        widths = [
-            *((x.before, x.width) for x in solution.heads),
-            *((x.full_rank, x.rank) for x in solution.latents),
-        ]
-        steps = [block.step for block in solution.blocks]
-        if not (any(old > new for old, new in widths) or solution.merged or any(steps)):
+        if not (solution.change.modules or solution.change.attributes):
             notes.append(f"{name}: nothing was removed. Lower `keep` or raise the tolerance.")
         tolerance = targets[name][1]
         if tolerance is None:

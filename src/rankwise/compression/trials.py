@@ -4,7 +4,7 @@ CONTRIBUTING describes how to add a part.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from itertools import pairwise
@@ -18,6 +18,7 @@ from rankwise._internals.batches import first_sequences, map_tensors, tensors_in
 from rankwise._internals.forward import HALF, Change, Progress, device_of, in_float32, run_model
 from rankwise._internals.linalg import as_float64
 from rankwise.auditing.error_hints import batch_errors
+from rankwise.compression.quantized_cache import is_decoder
 from rankwise.compression.records import BlockRemoval, HeadWidth, LatentRank, MergedKeys
 from rankwise.errors import CompressionError
 from rankwise.importance.losses import real_outputs
@@ -56,6 +57,11 @@ class Job:
     """Statistics that a part keeps for its jobs with other targets, on the same model and data."""
     uniform: bool = False
     """If True, the part ``heads`` removes as many heads from each layer."""
+
+    @property
+    def short(self) -> Any:
+        """Two sequences of the calibration data, for trials."""
+        return to_device(first_sequences(self.batches[0], 2), device_of(self.model))
 
 
 @dataclass
@@ -166,13 +172,15 @@ def output_and_mask(model: nn.Module, batch: Any) -> tuple[Tensor, Bool[Tensor, 
 def at_once_and_in_halves(model: nn.Module, batch: Any) -> list[Tensor]:
     """Return the output for a text that is read at once and, if possible, in halves with a cache.
 
-    The last token is read alone, as in generation. Halves need at least two tokens, and a batch of token ids
-    with no other arguments than a mask and labels.
+    The last token is read alone, as in generation. Halves need a decoder, at least two tokens, and a batch of
+    token ids with no other arguments than a mask and labels.
     """
     whole = main_output(model, batch)
-    ids, mask = batch.get("input_ids"), batch.get("attention_mask")
-    if ids is None or ids.shape[1] < 2 or set(batch) - {"input_ids", "attention_mask", "labels"}:
+    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    others = set(batch) - {"input_ids", "attention_mask", "labels"} if ids is not None else ()
+    if ids is None or ids.shape[1] < 2 or others or not is_decoder(model):
         return [whole]
+    mask = batch.get("attention_mask")
     cache, logits = None, []
     for first, last in pairwise(sorted({0, ids.shape[1] // 2, ids.shape[1] - 1, ids.shape[1]})):
         part = {"input_ids": ids[:, first:last], "use_cache": True}
