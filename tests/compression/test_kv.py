@@ -485,6 +485,15 @@ def test_models_without_full_caches_are_refused(said: str) -> None:
     assert not latent_layers(model)
 
 
+def test_the_innermost_module_with_a_cache_is_the_layer() -> None:
+    model: Any = llama(2)
+    for number, block in enumerate(model.model.layers):
+        block.layer_idx = number  # the block receives the cache and has a number, too
+    layers, reasons = find_cached_layers(model, ids(2, 9))
+    assert [layer.module for layer in layers] == [f"model.layers.{number}.self_attn" for number in range(2)]
+    assert not reasons
+
+
 def test_shared_projections_and_different_tokens_are_refused() -> None:
     model: Any = llama(2)
     first, second = (block.self_attn for block in model.model.layers)

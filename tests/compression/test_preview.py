@@ -108,6 +108,10 @@ def test_what_a_model_does_not_allow_is_a_row_with_the_reason(monkeypatch: pytes
         "ZeroDivisionError: division by zero"
     }
     assert not any(row.refused for row in done.rows if row.part == "kv")
+    monkeypatch.setattr("rankwise.compression.heads_find.find", lambda *_: 1 / 0)
+    row, *others = preview(gpt2(), **DATA, parts=("heads", "kv")).rows[3:]
+    assert (row.part, row.refused) == ("heads", "ZeroDivisionError: division by zero")
+    assert not any(row.refused for row in others)
 
 
 def test_models_and_data_that_cannot_be_previewed_are_refused() -> None:
@@ -138,7 +142,7 @@ def rows_of(*rows: tuple[str, float, int, int, float]) -> Preview:
 def test_the_first_line_recommends_the_least_of_what_pays() -> None:
     record = rows_of(
         ("", 0.02, 30, 100, math.nan), ("kv", 0.01, 40, 98, 2.0), ("heads", 0.019, 90, 90, 0.9),
-        ("width", 0.03, 20, 50, 0.5),
+        ("width", 0.03, 20, 50, 0.5), ("blocks", 0.0, 96, 96, 0.91),
     )  # fmt: skip
     line = preview_document(record).verdict.sentence
     assert line == (
@@ -147,7 +151,7 @@ def test_the_first_line_recommends_the_least_of_what_pays() -> None:
         "For speed: heads, keep 0.5 (90% of the time, +0.95% loss)."
     )
     assert preview_document(rows_of(("kv", 0.01, 40, 98, 2.0))).verdict.sentence == (
-        "For memory: kv, keep 0.5 (40% of the cache, +0.50% loss). "
+        "For memory: kv, keep 0.5 (40% of the cache and 2 MB of keys per layer, +0.50% loss). "
         "Nothing pays for fewer parameters or for speed."
     )
     assert (
@@ -191,8 +195,8 @@ def test_the_printed_commands_lead_to_the_printed_numbers(easy: Run, monkeypatch
     [row] = [line for line in done.output.splitlines() if line.startswith("width, keep 0.75")]
     cells = re.split(r"\s{2,}", row.strip())
     assert float(cells[1]) == pytest.approx(record.worst.loss_added, abs=5e-5)
-    assert cells[4] == f"{record.kept_cache.after:,}"
-    assert cells[6] == f"{record.parameters_after:,}"
+    assert cells[4] == f"{record.kept_cache.after / 1e6:.3g} MB"
+    assert cells[6] == f"{record.parameters_after / 1e6:.4g} M"
 
 
 def test_an_interrupt_prints_the_rows_that_are_finished(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,9 +125,9 @@ class CacheSize(Record):
     after: int
 
 
-PAYS_COST, PAYS_SIZE = 0.01, 0.95
+PAYS_COST, PAYS_SIZE, PAYS_TIME = 0.01, 0.95, 0.9
 """A way pays if it adds at most this share to the loss, or to the squared norm of the outputs without a loss,
-and leaves at most this share of a size."""
+and leaves at most this share of a size, or of the time, whose measurements vary by several percent."""
 
 
 class PreviewRow(Record):
@@ -184,7 +184,8 @@ class Preview(Record):
             row
             for row in self.rows
             if not row.refused and not (row.part and row.bits)
-            if row.relative_cost <= PAYS_COST and 0 < size(row) <= PAYS_SIZE * before
+            if row.relative_cost <= PAYS_COST
+            if 0 < size(row) <= (PAYS_TIME if purpose == "speed" else PAYS_SIZE) * before
         ]
         return min(paying, key=lambda row: (size(row), row.cost.cost), default=None)
 

@@ -65,8 +65,7 @@ def _headline(record: Compression, removed: list[HeadWidth], narrowed: list[Head
         rank = mean(latent.rank for latent in record.latents)
         channels = mean(latent.channels for latent in record.latents)
         latents = f"latents of {rank:.0f} channels on average, instead of {channels:.0f}"
-        slower = f"slower steps once keys exceed {KEPT_KEY_BYTES / 2**20:.0f} MB per layer"
-        words.append(f"keys and values are computed from {latents} ({slower})")
+        words.append(f"keys and values are computed from {latents} (decoding steps can be slower)")
     done = "; ".join(words)
     worst = record.worst
     cost = f"relative error of the output {format_number(worst.output_error, 4)}"
@@ -128,7 +127,13 @@ def _savings(record: Compression) -> Table:
         before, after = 1e3 * record.seconds_before, 1e3 * record.seconds_after
         numbers = (format_number(number, 2) for number in (before, after, after / before))
         rows.append([f"{record.timed}, ms", *numbers])
-    return Table("Savings", ["", "before", "after", "after/before"], rows)
+    note = (
+        f"Latents: each layer also keeps up to {KEPT_KEYS} of decoded keys, for all sequences of a batch "
+        "together. Bytes of cache do not count them. Steps are slower, most of all beyond these keys."
+    )
+    return Table(
+        "Savings", ["", "before", "after", "after/before"], rows, note=note if record.latents else ""
+    )
 
 
 def _blocks(record: Compression) -> Table:
@@ -144,12 +149,8 @@ def _quantized(record: Compression) -> Table:
     size = record.kept_cache
     rows = [PreviewRow(part="kv", cost=record.worst, cache_bytes=size.after), *record.quantized]
     cells = [_cells(row, size.before)[:-1] for row in rows if record.quantized and not row.refused]
-    return Table("Next to quantized caches", _columns(size.tokens)[:-1], cells)
-
-
-def _columns(tokens: int) -> list[str]:
-    cache = [f"bytes of cache, {tokens:,} tokens", "share"]
-    return ["way", "loss added", "±", "at tokens", *cache, "parameters"]
+    note = f"Cache: bytes of a sequence of {size.tokens:,} tokens."
+    return Table("Next to quantized caches", COLUMNS[:-1], cells, note=note)
 
 
 def _cells(row: PreviewRow, cache: int) -> list[str]:
@@ -157,7 +158,8 @@ def _cells(row: PreviewRow, cache: int) -> list[str]:
     added = cost.loss_added if math.isfinite(cost.loss_before) else cost.output_error
     share = format_number(row.cache_bytes / cache if cache else math.nan, 3)
     costs = [format_number(number, 4) for number in (added, cost.spread)]
-    return [way_name(row), *costs, f"{cost.tokens:,}", f"{row.cache_bytes:,}", share, f"{row.parameters:,}"]
+    sizes = f"{row.cache_bytes / 1e6:.3g} MB", share, f"{row.parameters / 1e6:.4g} M"
+    return [way_name(row), *costs, f"{cost.tokens:,}", *sizes]
 
 
 def way_name(row: PreviewRow) -> str:
@@ -166,9 +168,11 @@ def way_name(row: PreviewRow) -> str:
         return f"{row.bits}-bit keys and values"
     part = f"uniform {row.part}" if row.uniform else row.part
     keep = f"{part}, keep {row.keep:g}" if math.isfinite(row.keep) else part
-    return f"{keep}, latents in {row.bits} bits" if row.bits else keep
+    return f"{keep}, {row.bits} bits" if row.bits else keep
 
 
+COLUMNS = ["way", "loss added", "±", "tokens", "cache", "share", "parameters"]
+KEPT_KEYS = f"{KEPT_KEY_BYTES / 2**20:.0f} MB"
 PURPOSES: dict[Literal["memory", "size", "speed"], str] = {
     "memory": "For memory", "size": "For fewer parameters", "speed": "For speed"
 }  # fmt: skip
@@ -181,7 +185,10 @@ def preview_document(record: Preview, command: str = "") -> Document:
     """
     chosen = {purpose: record.recommended(purpose) for purpose in PURPOSES}
     sizes: dict[str, Callable[[PreviewRow], str]] = {
-        "memory": lambda row: f"{row.cache_bytes / record.cache_bytes:.0%} of the cache",
+        "memory": lambda row: (
+            f"{row.cache_bytes / record.cache_bytes:.0%} of the cache"
+            + f" and {KEPT_KEYS} of keys per layer" * (row.part == "kv")
+        ),
         "size": lambda row: f"{row.parameters / record.parameters:.0%} of the parameters",
         "speed": lambda row: f"{row.time:.0%} of the time",
     }
@@ -214,11 +221,12 @@ def preview_document(record: Preview, command: str = "") -> Document:
     ]
     refused = [[way_name(row), row.refused] for row in record.rows if row.refused]
     note = (
-        f"Measured on {record.measured_on}; the largest cost over lengths. Quantized numbers are simulated: "
+        f"Measured on {record.measured_on}, at the length of windows (tokens) with the largest cost. "
+        f"Cache: bytes of a sequence of {record.cache_tokens:,} tokens. Numbers of few bits are simulated: "
         "groups of 64 share a scale and a zero, which count as bytes. Time: of a decoding step or of a pass."
     )
     tables = [
-        Table("Ways", [*_columns(record.cache_tokens), "time"], cells, note=note),
+        Table("Ways", [*COLUMNS, "time"], cells, note=note),
         Table("Refused", ["way", "why"], refused),
     ]
     return Document(
