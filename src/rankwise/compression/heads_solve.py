@@ -157,12 +157,14 @@ def _levels(job: Job, layers: list[HeadProjections]) -> list[tuple[list[HeadProj
     options.sort(key=lambda option: -_removed(*option))
     levels: list[tuple[list[HeadProjections], int]] = []
     shares: list[str] = []
+    tried: dict[tuple[bool, int], str] = job.kept.setdefault("levels", {})
     for some, number in options:
-        units = {unit for unit in range(some[0].units) if unit % some[0].rivals < number}
-        if reason := difference(
-            job.model, some, dict.fromkeys((x.name for x in some), units), job.short, True
-        ):
-            reasons.append(reason)
+        if (option := (some[0].keys_stay, number)) not in tried:
+            units = {unit for unit in range(some[0].units) if unit % some[0].rivals < number}
+            plan = dict.fromkeys((layer.name for layer in some), units)
+            tried[option] = difference(job.model, some, plan, job.short, True)
+        if tried[option]:
+            reasons.append(tried[option])
             continue
         shares.append(f"{1 - _removed(some, number) / heads:.3g}")
         if job.keep is None or _removed(some, number) <= (1 - job.keep) * heads + 1e-9:
