@@ -103,26 +103,8 @@ def _mean_divergence(
 # --- closed form ----------------------------------------------------------------------------------------
 
 
-def closed_form(layer: QueryKeyStatistics, widths: list[int]) -> Factors:
-    """Return the factors of least squared error of logits, with the given width for each key head.
-
-    Columns of A and B are scaled so that queries and keys have equal size, for low precision.
-    """
-    groups = layer.projections.groups
-    query, key = torch.zeros_like(layer.query_moments), torch.zeros_like(layer.key_moments)
-    for head, width in enumerate(widths):
-        P, S = layer.query_moments[head], layer.key_moments[head]
-        bases = logit_bases(P, S)
-        a, b = bases.query[:, :width], bases.key[:, :width]
-        size_q = (a * (P / groups @ a)).sum(0).clamp(min=1e-300)
-        size_k = (b * (S @ b)).sum(0).clamp(min=1e-300)
-        balance = (size_k / size_q) ** 0.25
-        query[head, :, :width], key[head, :, :width] = a * balance, b / balance
-    return Factors(query.repeat_interleave(groups, 0), key, [list(range(width)) for width in widths])
-
-
 def head_curves(layer: QueryKeyStatistics) -> list[Curve]:
-    """Return the curve of each key head: attention KL of the closed form at all widths."""
+    """Return the curve of each key head of a layer without pairs: attention KL at all widths."""
     widths = [*range(1, layer.projections.width + 1)]
     samples = first_samples(layer.samples, CURVE_SEQUENCES)
     bases = [logit_bases(P, S) for P, S in zip(layer.query_moments, layer.key_moments, strict=True)]
@@ -159,15 +141,22 @@ def units_of(layer: QueryKeyStatistics) -> list[list[int]]:
 
 
 def whole_factors(layer: QueryKeyStatistics) -> Factors:
-    """Return factors that change no logit: identity for pairs, the closed form for other channels."""
+    """Return factors that change no logit: identity for pairs, the closed form for other channels.
+
+    Columns of the closed form are scaled so that queries and keys have equal size, for low precision.
+    """
     side = layer.projections
     free = torch.tensor(side.unrotated, dtype=torch.long)
     key = torch.eye(side.width, dtype=torch.float64).repeat(side.key_heads, 1, 1)
     query = key.clone()
     for head in range(side.key_heads if len(free) else 0):
         block = (head, free[:, None], free[None])
-        bases = logit_bases(layer.query_moments[block], layer.key_moments[block])
-        query[block], key[block] = bases.query, bases.key
+        P, S = layer.query_moments[block], layer.key_moments[block]
+        bases = logit_bases(P, S)
+        size_q = (bases.query * (P / side.groups @ bases.query)).sum(0).clamp(min=1e-300)
+        size_k = (bases.key * (S @ bases.key)).sum(0).clamp(min=1e-300)
+        balance = (size_k / size_q) ** 0.25
+        query[block], key[block] = bases.query * balance, bases.key / balance
     every = list(range(side.width))
     return Factors(query.repeat_interleave(side.groups, 0), key, [every] * side.key_heads)
 

@@ -1,23 +1,21 @@
 """The part ``width``: factors for queries and keys, one budget of widths over all heads, and calibration.
 
-A layer without rotary positions gets factors in closed form. A layer with rotary positions loses the pairs of
-channels that cost least.
+A layer without rotary positions gets factors in closed form, whose last columns are removed. A layer with
+rotary positions loses the pairs of channels that cost least.
 """
 
 import math
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 
 from rankwise.compression.records import HeadWidth
 from rankwise.compression.trials import Job, Solution
 from rankwise.compression.width_factors import (
     Curve,
+    Order,
     calibrate,
-    closed_form,
     greedy_orders,
     head_curves,
     kept_factors,
@@ -31,13 +29,15 @@ from rankwise.errors import CompressionError
 
 @dataclass
 class Candidate:
-    """Layer to narrow: its statistics, its curves, and a function from widths to uncalibrated factors."""
+    """Layer to narrow, factors that change no logit, and the removal order of each key head."""
 
     statistics: QueryKeyStatistics
-    curves: list[Curve]
-    """Widths and attention KL of each key head."""
-    start: Callable[[list[int]], Factors]
-    """Function from the widths of the key heads to factors."""
+    whole: Factors
+    orders: list[Order]
+
+    def factors(self, widths: list[int]) -> Factors:
+        """Return uncalibrated factors for the widths of the key heads."""
+        return kept_factors(self.statistics, self.whole, self.orders, widths)
 
 
 def solve(job: Job) -> Solution:
@@ -54,12 +54,17 @@ def solve(job: Job) -> Solution:
         for statistics in collected:
             name, done = statistics.projections.name, len(candidates) / len(collected)
             job.on_progress(f"measuring widths of {name}", done)
-            candidates.append(_candidate(statistics, job))
+            full = whole_factors(statistics)
+            if len(statistics.projections.pairs):
+                orders = greedy_orders(statistics, full, job.seed)
+            else:  # columns of the closed form are in descending order
+                last_first = [*range(statistics.projections.width)][::-1]
+                orders = [Order(last_first, *curve) for curve in head_curves(statistics)]
+            candidates.append(Candidate(statistics, full, orders))
         job.kept["layers"] = candidates
     layers: list[Candidate] = job.kept["layers"]
-    curves = [layer.curves if job.tolerance is None else _measured(layer, job) for layer in layers]
-    widths = allocate_widths(curves, job.keep, job.tolerance)
-    starts = [layer.start(chosen) for layer, chosen in zip(layers, widths, strict=True)]
+    widths = allocate_widths([_curves(layer, job) for layer in layers], job.keep, job.tolerance)
+    starts = [layer.factors(chosen) for layer, chosen in zip(layers, widths, strict=True)]
     collected = [layer.statistics for layer in layers]
     whole = all(len(kept) == len(factors.key[0]) for factors in starts for kept in factors.kept)
     if whole:  # the model keeps its projections, so its costs are exactly 0, without rounding errors
@@ -103,20 +108,13 @@ def solve(job: Job) -> Solution:
     )
 
 
-def _candidate(layer: QueryKeyStatistics, job: Job) -> Candidate:
-    if not len(layer.projections.pairs):
-        return Candidate(layer, head_curves(layer), partial(closed_form, layer))
-    whole = whole_factors(layer)
-    orders = greedy_orders(layer, whole, job.seed)
-    curves = [(order.widths, order.losses) for order in orders]
-    return Candidate(layer, curves, partial(kept_factors, layer, whole, orders))
-
-
-def _measured(layer: Candidate, job: Job) -> list[Curve]:
-    """Return the curves of a layer's key heads, with attention KL measured on all calibration data."""
+def _curves(layer: Candidate, job: Job) -> list[Curve]:
+    """Return the curves of a layer's key heads. With a tolerance, attention KL is of all calibration data."""
+    if job.tolerance is None:
+        return [(order.widths, order.losses) for order in layer.orders]
     job.on_progress(f"measuring widths of {layer.statistics.projections.name} on all data", math.nan)
-    widths = [widths for widths, _ in layer.curves]
-    losses = [_by_key(layer.statistics, layer.start(list(each))) for each in zip(*widths, strict=True)]
+    widths = [order.widths for order in layer.orders]
+    losses = [_by_key(layer.statistics, layer.factors(list(each))) for each in zip(*widths, strict=True)]
     return list(zip(widths, map(list, zip(*losses, strict=True)), strict=True))
 
 
