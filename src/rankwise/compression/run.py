@@ -338,12 +338,7 @@ def _record(
     merged = [merged for solution in every for merged in solution.merged]
     items: list[Any] = [*latents, *heads, *merged]
     numbers = {item.site: item.layer for item in items}
-    kl = {
-        site: cost
-        for solution in every
-        for site, cost in solution.kl.items()
-        if not math.isnan(cost)  # of a part that does not compare attention
-    }
+    kl = {site: cost for solution in every for site, cost in solution.kl.items()}
     layers = [
         LayerCost(site=site, layer=layer, attention_kl=kl.get(site, math.nan))
         for site, layer in numbers.items()
