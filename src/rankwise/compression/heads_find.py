@@ -21,7 +21,7 @@ from rankwise.compression.save import pretrained_models
 from rankwise.compression.trials import (
     Found,
     at_once_and_in_halves,
-    check_some,
+    keep_passing,
     main_output,
     relative_error,
 )
@@ -171,19 +171,11 @@ def find(model: nn.Module, batch: Any) -> Found[HeadProjections]:
     skipped = {name: reason for name, reason in results.items() if isinstance(reason, str)}
 
     def trial(some: list[HeadProjections]) -> str:
-        return difference(model, some, {layer.name: {0} for layer in some}, batch)
+        reason = difference(model, some, {layer.name: {0} for layer in some}, batch)
+        return reason and f"{NOT_FEWER}: {reason}"
 
-    if layers and trial(layers):
-        reasons = {layer.name: trial([layer]) for layer in layers}
-        skipped |= {name: f"{NOT_FEWER}: {reason}" for name, reason in reasons.items() if reason}
-        layers = [layer for layer in layers if not reasons[layer.name]]
-    check_some(
-        model,
-        layers,
-        skipped,
-        "softmax attention whose heads come from linear layers and go into a linear layer",
-    )
-    return layers, skipped
+    expected = "softmax attention whose heads come from linear layers and go into a linear layer"
+    return keep_passing(model, (layers, skipped), trial, expected)
 
 
 # --- trial -----------------------------------------------------------------------------------------------

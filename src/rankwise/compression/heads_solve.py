@@ -42,8 +42,13 @@ def solve(job: Job) -> Solution:
     layers, skipped = job.found
     if job.uniform:
         layers, plan, notes, importance = _uniform(job, layers)
+    elif job.keep is None:
+        plan, notes, importance = _within(job, layers)
     else:
-        plan, notes, importance = _share(job, layers) if job.tolerance is None else _within(job, layers)
+        total = sum(layer.heads for layer in layers)
+        plan, importance = _cheapest(job, layers, total - job.keep * total)
+        note = f"Heads: {_count(plan, layers)}, the cheapest by estimate in {ROUNDS} rounds"
+        notes = [f"{note} ({importance.record.loss}).", *importance.record.notes]
     if reason := difference(job.model, layers, plan, job.short, job.uniform):
         raise CompressionError(
             f"model {type(job.model).__name__}",
@@ -100,15 +105,6 @@ def _within(job: Job, layers: list[HeadProjections]) -> tuple[Plan, list[str], I
         f"{job.tolerance:g} of that. Sorted by {removable.sorted_by}; {removable.runs} sets were run."
     )
     return plan, [note, *record.notes], importance
-
-
-def _share(job: Job, layers: list[HeadProjections]) -> tuple[Plan, list[str], Importance]:
-    """Return the heads of least estimated cost, notes, and the importance of heads before any removal."""
-    assert job.keep is not None
-    total = sum(layer.heads for layer in layers)
-    plan, importance = _cheapest(job, layers, total - job.keep * total)
-    note = f"Heads: {_count(plan, layers)}, the cheapest by estimate in {ROUNDS} rounds"
-    return plan, [f"{note} ({importance.record.loss}).", *importance.record.notes], importance
 
 
 def _cheapest(

@@ -122,34 +122,41 @@ def _module(part: str, what: str) -> Any:
 
 def keep_passing(
     model: nn.Module,
-    batch: Any,
     found: tuple[list[Layer], dict[str, str]],
-    trial: Callable[[nn.Module, list[Layer]], Change],
-    reason: str,
+    trial: Callable[[list[Layer]], str],
     expected: str,
-    outputs: Callable[[nn.Module, Any], list[Tensor]] = lambda model, batch: [main_output(model, batch)],
 ) -> tuple[list[Layer], dict[str, str]]:
-    """Return the layers whose trial change does not change the outputs, and why each other layer is left out.
+    """Return the layers that pass a trial, and why each other layer is left out.
 
-    All layers are tried together. If this trial fails, each layer is tried alone. Padded tokens do not count.
-    Raise `NoLayersError`, with the text `expected`, if no layer is left.
+    `trial` returns why some layers fail together, "" if they pass. All layers are tried together. If this
+    trial fails, each layer is tried alone. Raise `NoLayersError`, with `expected`, if no layer is left.
     """
     layers, skipped = found
+    if layers and trial(layers):
+        reasons = {layer.name: trial([layer]) for layer in layers}
+        skipped = skipped | {name: reason for name, reason in reasons.items() if reason}
+        layers = [layer for layer in layers if not reasons[layer.name]]
+    check_some(model, layers, skipped, expected)
+    return layers, skipped
+
+
+def same_outputs(
+    model: nn.Module,
+    batch: Any,
+    change: Callable[[nn.Module, list[Layer]], Change],
+    reason: str,
+    outputs: Callable[[nn.Module, Any], list[Tensor]] = lambda model, batch: [main_output(model, batch)],
+) -> Callable[[list[Layer]], str]:
+    """Return a trial that fails, with a reason, if a change of layers changes outputs of real tokens."""
     before, real = output_and_mask(model, batch)
     before, bound = before[real], torch.finfo(before.dtype).eps ** 0.5
 
-    def same(some: list[Layer]) -> bool:
-        with trial(model, some):
+    def trial(layers: list[Layer]) -> str:
+        with change(model, layers):
             after = outputs(model, batch)
-        return all(relative_error(output[real], before) <= bound for output in after)
+        return "" if all(relative_error(output[real], before) <= bound for output in after) else reason
 
-    if layers and not same(layers):
-        passing = [layer for layer in layers if same([layer])]
-        names = {layer.name for layer in passing}
-        skipped = skipped | {layer.name: reason for layer in layers if layer.name not in names}
-        layers = passing
-    check_some(model, layers, skipped, expected)
-    return layers, skipped
+    return trial
 
 
 # --- outputs ---------------------------------------------------------------------------------------------
