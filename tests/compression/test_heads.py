@@ -173,25 +173,18 @@ def test_grouped_queries_are_removed_with_their_keys() -> None:
 @pytest.mark.parametrize(
     "family", [*(family for family in WITH_HEADS if family != "bert"), "one key head", "Falcon"]
 )
-def test_a_layer_without_heads_runs_with_masks_caches_and_eager_attention(family: str) -> None:
+def test_a_layer_that_loses_all_heads_works_with_each_cache(family: str) -> None:
     one_key_head = partial(made, "Llama", **{**ONE, "num_key_value_heads": 1})
     model: Any = {**ALL, "one key head": one_key_head}[family]()
     removed(model, BATCH, [set(range(find(model, BATCH)[0][0].units)), {0}])
-    mask = torch.ones(2, 12, dtype=torch.long)
-    mask[0, 7:] = 0
-    whole, padded = output(model, BATCH), output(model, {**BATCH, "attention_mask": mask})
-    bound = 1e4 * EPS * float(whole.abs().max())
-    assert float((padded - whole)[mask > 0].abs().max()) < bound
-    assert float((in_steps(model, BATCH)[0] - whole).abs().max()) < bound
+    whole = output(model, BATCH)
+    assert float((in_steps(model, BATCH)[0] - whole).abs().max()) < 1e4 * EPS * float(whole.abs().max())
     options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
     with_cache = model.generate(BATCH["input_ids"], **options)
     assert torch.equal(with_cache, model.generate(BATCH["input_ids"], use_cache=False, **options))
     if family != "bigcode":
         static = model.generate(BATCH["input_ids"], cache_implementation="static", **options)
         assert torch.equal(with_cache, static)
-    model.set_attn_implementation("eager")
-    assert float((output(model, BATCH) - whole).abs().max()) < bound
-    model.train()(**BATCH, labels=BATCH["input_ids"]).loss.backward()
 
 
 REFUSED: dict[str, Make] = {

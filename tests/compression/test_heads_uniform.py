@@ -164,11 +164,9 @@ def test_a_number_of_heads_is_tried_once_per_model(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(heads_solve, "difference", counted)
     compress(made("Llama", **SIZES), [ids()], keep=0.25, parts="heads", uniform=True)
-    # 3 of 4 heads go: tried before the work, then not again, and the heads that go are tried after it
-    assert tried == [(2, 3, 3)] * 2
+    assert tried == [(2, 3, 3)] * 2  # 3 of 4 heads before the work, and the chosen heads after it
     tried.clear()
-    keep = {"blocks": 0.5, "heads": 0.25}
-    compress(made("Llama", **SIZES), [ids()], keep=keep, uniform=True)
+    compress(made("Llama", **SIZES), [ids()], keep={"blocks": 0.5, "heads": 0.25}, uniform=True)
     assert tried == [(2, 3, 3), (1, 3), (1, 3)]  # again without the blocks that were removed
 
 
