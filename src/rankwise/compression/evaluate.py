@@ -27,7 +27,7 @@ from rankwise.importance.losses import DivergenceLoss, SequenceLosses, real_outp
 from rankwise.importance.output_head import TokenLogits, first_pass
 from rankwise.importance.settings import ImportanceSettings
 
-SEQUENCES, COMPARED_TOKENS = 16, 4096
+SEQUENCES, COMPARED_TOKENS = 16, 2048
 """Maximum number of sequences, and of their tokens, on which outputs are compared at one length."""
 SIZES = (1024, CACHE_TOKENS)
 """Numbers of tokens at which the size of the cache is recorded, next to the largest that the model reads."""

@@ -97,7 +97,7 @@ class WindowCost(Record):
     """Standard error of `loss_added`, from its differences between windows. NaN for one window."""
     output_kl: Number = math.nan
     """Mean KL(p‖p′) of outputs in nats over the compared tokens, with p of the original model. The compared
-    windows are the first 16, or fewer if these have more than 4,096 tokens. NaN without logits."""
+    windows are the first 16, or fewer if these have more than 2,048 tokens. NaN without logits."""
     output_error: Number = math.nan
     """‖y′ − y‖/‖y‖ of the model's outputs on the compared tokens."""
     first_error: Number = math.nan

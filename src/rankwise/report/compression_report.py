@@ -18,14 +18,20 @@ from rankwise.compression.records import (
     WindowCost,
 )
 from rankwise.report.document import Document, Section, Table, nonempty
-from rankwise.report.format import model_name
+from rankwise.report.format import count, model_name
 
 
 def compression_document(record: Compression) -> Document:
     """Return the report on a compression: cost, savings, remaining width per head, layers and next steps."""
     removed = [head for head in record.heads if head.part == "heads"]
     narrowed = [head for head in record.heads if head.part != "heads"]
-    left_out = [[site, reason] for site, reason in record.left_out.items()]
+    sites: dict[str, list[str]] = {}
+    for site, reason in record.left_out.items():
+        sites.setdefault(reason, []).append(site)
+    left_out = [
+        [f"{first} and {count(len(others), 'other')}" if others else first, reason]
+        for reason, (first, *others) in sites.items()
+    ]
     left = Table("Unchanged", ["layer", "why"], left_out)
     return Document(
         command="Rankwise compress",
