@@ -16,8 +16,9 @@ from rankwise.compression.kv_modules import LatentLayer, latent_change
 from rankwise.compression.kv_solve import SecondMoments, WeightedSVD, largest_ranks, weighted_svd
 from rankwise.compression.width_factors import (
     Curve,
-    closed_form,
+    kept_factors,
     layer_divergence,
+    whole_factors,
     width_curves,
 )
 from rankwise.compression.width_find import QueryKeyStatistics, first_samples
@@ -70,6 +71,13 @@ def weight_moments(model: nn.Module, found: QueryKeyProjections, head: int) -> t
     members = found.query.channels[head * found.groups : (head + 1) * found.groups]
     query = torch.stack([gram(found.query.module, channels) for channels in members]).sum(0)
     return query, gram(found.key.module, found.key.channels[head])
+
+
+def closed_form(layer: QueryKeyStatistics, widths: list[int]) -> Factors:
+    """Return the factors of least squared error of logits, with the given width for each key head."""
+    last_first = [*range(layer.projections.width)][::-1]
+    order = make_order(last_first, [0.0] * len(last_first), units_of(layer))
+    return kept_factors(layer, whole_factors(layer), [order] * len(widths), widths)
 
 
 def basis_costs(

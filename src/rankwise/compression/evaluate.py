@@ -224,7 +224,7 @@ def compare_outputs(
 class CachedLayer:
     """Keys and values of one layer: bytes per token, and the most tokens that the layer keeps, if limited."""
 
-    bytes: float
+    bytes: float | int
     most: int | None
     numbers: tuple[int, int]
     """Floating-point numbers of the keys and of the values of one token."""
