@@ -344,7 +344,10 @@ def test_long_texts_are_decoded_in_blocks(family: str, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(LatentState, "decode_keys", counted)
     torch.testing.assert_close(in_steps(model, text)[0], whole, rtol=0, atol=1e-4 * float(whole.abs().max()))
-    assert max(sizes) == 32
+    if family == "gpt2":  # queries read latents in place of keys
+        assert not sizes
+    else:
+        assert max(sizes) == 32
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])

@@ -164,6 +164,21 @@ class LatentState:
         values = flat.unflatten(-1, (layer.heads, -1)).transpose(1, 2)
         return values * layer.value_factor if layer.value_factor != 1 else values
 
+    def absorb(
+        self, rows: Float[Tensor, "B G N K"]
+    ) -> tuple[Float[Tensor, "B G N r"], Float[Tensor, "B G N 1"] | float] | None:
+        """Return queries that read latents in place of keys, and what the bias of the keys adds to logits.
+
+        Return None if keys are normalized, rotated or narrow, or if an adapter changes them.
+        """
+        layer, up = self.layer, self.key.up
+        if self.norm is not None or self.rotary is not None or layer.key_width or type(up) is not nn.Linear:
+            return None
+        parts = [up.weight] if up.bias is None else [up.weight, up.bias[:, None]]
+        heads = (part[: _size(layer.key_channels)].unflatten(0, (layer.heads, -1)) for part in parts)
+        reads = [rows @ head.to(rows) * layer.key_factor for head in heads]
+        return reads[0], reads[1] if len(reads) > 1 else 0.0
+
     def _expand(self, up: nn.Module, latent: Float[Tensor, "B S r"], rows: slice) -> Float[Tensor, "B S N"]:
         """Return some outputs of `up`, which may also compute others, or be wrapped by an adapter."""
         if self.layer.key == self.layer.value and type(up) is nn.Linear:
@@ -256,9 +271,14 @@ def attend(
     rows = rows * (query.shape[-1] ** -0.5 if scale is None else scale)
     latent, kept, count = cache.keys, cache.kept.shape[2], key.shape[2]
     blocks = [rows @ cache.kept.to(wide).mT]
+    absorbed = cache.state.absorb(rows) if kept < count else None
     size = max(32, BLOCK // max(1, key.shape[0] * key.shape[1] * key.shape[3]))
     for first in range(kept, count, size):
-        blocks.append(rows @ cache.decode_keys(first, min(count, first + size)).to(wide).mT)
+        last = min(count, first + size)
+        if absorbed is None:
+            blocks.append(rows @ cache.decode_keys(first, last).to(wide).mT)
+        else:
+            blocks.append(absorbed[0] @ latent[:, :, first:last].to(wide).mT + absorbed[1])
     logits = (torch.cat(blocks, -1) if len(blocks) > 1 else blocks[0]).view(*query.shape[:3], count)
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         logits = logits.masked_fill(~attn_mask, torch.finfo(wide).min)
