@@ -16,8 +16,11 @@ from rankwise.compression.kv_modules import LatentLayer, latent_change
 from rankwise.compression.kv_solve import SecondMoments, WeightedSVD, largest_ranks, weighted_svd
 from rankwise.compression.width_factors import (
     Curve,
+    Factors,
     kept_factors,
     layer_divergence,
+    make_order,
+    units_of,
     whole_factors,
     width_curves,
 )
