@@ -1,14 +1,11 @@
-"""Figures of docs/evidence/index.md, from kept results: loss by time, time by length, price by size."""
+"""Figures of docs/evidence/index.md, from kept results: loss by time, time by length."""
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from statistics import fmean
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from experiments.figures import BLUE, GRAY, ORANGE, Panel, Point, chart
-from experiments.rank import compress_cache, compress_demo, compress_minilm
-from experiments.study import Study
+from experiments.figures import BLUE, GRAY, ORANGE, Panel, chart
 from experiments.tost.language import BY_CONTEXT, LANGUAGE
 
 SIDES = {
@@ -31,7 +28,6 @@ def figures() -> dict[str, str]:
     return {
         "loss-time.svg": loss_by_time(_rows("language")),
         "tssa-length.svg": time_by_length(_rows("tssa_lengths")),
-        "compression-price.svg": price_by_size(),
     }
 
 
@@ -73,38 +69,3 @@ def time_by_length(rows: Sequence[Mapping[str, Any]]) -> str:
         parts += [panel.line(points, color), *(panel.dot(*point, color) for point in points)]
         parts += [panel.dot(8.3, 5.3 - at / 3, color), panel.text(8.4, 5.3 - at / 3, words, "start", 4, 4)]
     return chart("Time of a forward pass against length", parts)
-
-
-def price_by_size() -> str:
-    """Draw what each part of compression costs against the share of it that is kept, a panel per unit."""
-    lines: dict[str, tuple[Study, str, Callable[..., Point]]] = {
-        "cache": (
-            compress_cache.STUDY, "keeps",
-            lambda at, one, split: (float(at), one["loss_after"] - one["loss_before"]),
-        ),
-        "rotary pairs": (
-            compress_demo.STUDY, "pairs",
-            lambda at, one, split: (int(at) / 16, one["calibrated"]["loss"] - split["loss"]),
-        ),
-        "heads": (
-            compress_demo.STUDY, "heads",
-            lambda at, one, split: (1 - len(one["gone"]) / 16, one["loss"] - split["loss"]),
-        ),
-        "queries and keys": (
-            compress_minilm.STUDY, "widths",
-            lambda at, one, split: (int(at) / 32, one["calibrated"]),
-        ),
-    }  # fmt: skip
-    units = (0.08, "demo: loss added, nats per byte"), (0.24, "all-MiniLM: attention KL, nats")
-    panels = [Panel((1, 0), (0, top), 56 + 374 * at, width=290) for at, (top, _) in enumerate(units)]
-    parts, ticks = [], [(at / 8, f"{at / 8:g}") for at in (8, 6, 4, 2, 1)]
-    for panel, (top, unit) in zip(panels, units, strict=True):
-        parts += panel.axes(ticks, [top * at / 4 for at in range(5)], "share of the part that is kept", unit)
-    for (name, (study, group, place)), color in zip(lines.items(), (BLUE, ORANGE, GRAY, BLUE), strict=True):
-        splits = study.kept()["splits"]
-        by_size = [[place(at, split[group][at], split) for split in splits] for at in splits[0][group]]
-        points = [(1.0, 0.0), *((one[0][0], fmean(cost for _, cost in one)) for one in by_size)]
-        panel = panels[name == "queries and keys"]
-        parts += [panel.line(points, color), *(panel.dot(*point, color) for point in points)]
-        parts.append(panel.text(*points[-1], name, right=14, down=-8))
-    return chart("What compression costs against the share that is kept", parts, 760)

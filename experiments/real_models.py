@@ -1,16 +1,15 @@
-"""Trained models of the experiments, and the text and the loss of the bundled demo."""
+"""Trained models of the experiments, and the text of the bundled demo."""
 
 import importlib.util
 import tempfile
 import zipfile
-from collections.abc import Iterable
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 
 from rankwise.cli.load_model import demo_model, demo_text, load_model
 
@@ -86,15 +85,3 @@ def draw_windows(split: int, calibrate: int, drawn_from: int, tokens: int = 256)
     order = torch.randperm(drawn_from, generator=torch.Generator().manual_seed(split))[:calibrate]
     parts = every[order].split(8), every[drawn_from:].split(16)
     return tuple([{"input_ids": part} for part in own] for own in parts)
-
-
-def loss(model: nn.Module, batches: Iterable[Batch]) -> float:
-    """Return nats per byte, over every byte except the first of each window."""
-    total, count = 0.0, 0
-    for batch in batches:
-        with torch.no_grad():
-            logits = model(**batch).logits[:, :-1]
-        targets = batch["input_ids"][:, 1:]
-        total += float(nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum"))
-        count += targets.numel()
-    return total / count

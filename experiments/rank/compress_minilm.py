@@ -18,13 +18,13 @@ import transformers
 from torch import Tensor, nn
 
 import rankwise as rw
-from experiments.rank.rivals import basis_costs, weight_moments
+from experiments.rank.rivals import basis_costs, closed_form, weight_moments
 from experiments.real_models import require_minilm
 from experiments.render import markdown_table, mean_std
 from experiments.study import Study
 from rankwise.auditing import text_batches
 from rankwise.cli.load_data import load_text
-from rankwise.compression.width_factors import closed_form, head_curves
+from rankwise.compression.width_factors import head_curves
 from rankwise.compression.width_find import collect_statistics, find_layers
 from rankwise.compression.width_modules import Factors, narrow_layers
 

@@ -1,4 +1,4 @@
-"""Alternatives to `rankwise.compress`: other bases of queries and keys, other rotary pairs, other latents.
+"""Alternatives to `rankwise.compress`: other bases of queries and keys, other latents.
 
 Each function returns costs by method, then by mean width or by share of the cache.
 """
@@ -16,18 +16,15 @@ from rankwise.compression.kv_modules import LatentLayer, latent_change
 from rankwise.compression.kv_solve import SecondMoments, WeightedSVD, largest_ranks, weighted_svd
 from rankwise.compression.width_factors import (
     Curve,
-    Order,
-    Rows,
-    closed_form,
+    Factors,
+    kept_factors,
     layer_divergence,
     make_order,
-    removal_costs,
-    rows_of,
     units_of,
+    whole_factors,
     width_curves,
 )
 from rankwise.compression.width_find import QueryKeyStatistics, first_samples
-from rankwise.compression.width_modules import Factors
 from rankwise.compression.width_solve import widths_under_budget
 from rankwise.measures.required_width import LogitBases, logit_bases
 from rankwise.tracing.projections import QueryKeyProjections, linear_parts
@@ -79,6 +76,13 @@ def weight_moments(model: nn.Module, found: QueryKeyProjections, head: int) -> t
     return query, gram(found.key.module, found.key.channels[head])
 
 
+def closed_form(layer: QueryKeyStatistics, widths: list[int]) -> Factors:
+    """Return the factors of least squared error of logits, with the given width for each key head."""
+    last_first = [*range(layer.projections.width)][::-1]
+    order = make_order(last_first, [0.0] * len(last_first), units_of(layer))
+    return kept_factors(layer, whole_factors(layer), [order] * len(widths), widths)
+
+
 def basis_costs(
     model: nn.Module,
     layers: list[QueryKeyStatistics],
@@ -102,7 +106,7 @@ def basis_costs(
             *_moments(layer, head), seed=1000 * layer.projections.layer + head + 10**6 * seed
         ),
     }
-    widths = _widths(layers, 1)
+    widths = sorted({max(1, round(share * layers[0].projections.width)) for share in SHARES})
     few = [replace(layer, samples=first_samples(layer.samples, SEQUENCES)) for layer in evaluated]
     ours = {}
     for width in widths:
@@ -124,93 +128,6 @@ def basis_costs(
 
 def _moments(layer: QueryKeyStatistics, head: int) -> tuple[Tensor, Tensor]:
     return layer.query_moments[head], layer.key_moments[head]
-
-
-def _widths(layers: list[QueryKeyStatistics], least: int) -> list[int]:
-    return sorted({max(least, round(share * layers[0].projections.width)) for share in SHARES})
-
-
-# --- rotary pairs ----------------------------------------------------------------------------------------
-
-
-def pair_costs(
-    layers: list[QueryKeyStatistics],
-    evaluated: list[QueryKeyStatistics],
-    wholes: list[Factors],
-    orders: list[list[Order]],
-    seed: int = 0,
-) -> Costs:
-    """Return attention KL of the greedy order, with and without widths per head, and of four other orders.
-
-    `wholes` are factors that change no logit, and `orders` the greedy orders of each layer and key head.
-    """
-    ways: dict[str, Callable[[QueryKeyStatistics, int], list[int]] | None] = {
-        "greedy by attention KL": None,
-        "largest queries and keys": _by_size,
-        "random pairs": lambda layer, head: _at_random(layer, head, seed),
-        "slowest pairs": lambda layer, head: _by_speed(layer),
-        "fastest pairs": lambda layer, head: _by_speed(layer)[::-1],
-    }
-    measured: dict[str, list[Order]] = {name: [] for name in ways}
-    for layer, own, whole, greedy in zip(layers, evaluated, wholes, orders, strict=True):
-        units = units_of(layer)
-        for head, best in enumerate(greedy):
-            rows = rows_of(own.samples, head, whole, units, seed)
-            for name, way in ways.items():
-                measured[name].append(along(rows, units, way(layer, head) if way else best.units))
-    widths = _widths(layers, 2)
-    curves = [(order.widths, order.losses) for own in orders for order in own]
-    allocated = {width: widths_under_budget(curves, width * len(curves)) for width in widths}
-    ours = measured["greedy by attention KL"]
-    costs = {
-        "greedy by attention KL, widths per head": dict(_point(ours, allocated[width]) for width in widths)
-    }
-    for name, found in measured.items():
-        costs[f"{name}, one width"] = dict(_point(found, [width] * len(found)) for width in widths)
-    return costs
-
-
-def along(rows: list[Rows], units: list[list[int]], order: list[int]) -> Order:
-    """Return attention KL along a given order of removal."""
-    changes, losses = [torch.zeros_like(row.matrix) for row in rows], [0.0]
-    for unit in order[:-1]:
-        losses.append(float(removal_costs(rows, changes, [unit])[0]))
-        changes = [change - row.parts[unit] for change, row in zip(changes, rows, strict=True)]
-    return make_order(order, losses, units)
-
-
-def _point(orders: list[Order], widths: list[int]) -> tuple[float, float]:
-    """Return the mean width and the mean attention KL if each head has the largest width that fits."""
-    places = [
-        max(at for at, own in enumerate(order.widths) if own <= width or at == 0)
-        for order, width in zip(orders, widths, strict=True)
-    ]
-    found = [(order.widths[at], order.losses[at]) for order, at in zip(orders, places, strict=True)]
-    return sum(width for width, _ in found) / len(found), sum(kl for _, kl in found) / len(found)
-
-
-def _by_size(layer: QueryKeyStatistics, head: int) -> list[int]:
-    """Return the units in ascending order of E‖q‖²·E‖k‖²."""
-    query, key = (moments[head].diagonal() for moments in (layer.query_moments, layer.key_moments))
-    products = [float(query[unit].sum() * key[unit].sum()) for unit in units_of(layer)]
-    return sorted(range(len(products)), key=products.__getitem__)
-
-
-def _at_random(layer: QueryKeyStatistics, head: int, seed: int) -> list[int]:
-    generator = torch.Generator().manual_seed(1000 * layer.projections.layer + head + 10**6 * seed)
-    order: list[int] = torch.randperm(len(units_of(layer)), generator=generator).tolist()
-    return order
-
-
-def _by_speed(layer: QueryKeyStatistics) -> list[int]:
-    """Return the units by their angle from one token to the next, fastest first; unrotated ones last."""
-    rotation = layer.samples[0].rotation
-    assert rotation is not None
-    angles = torch.atan2(rotation.sin, rotation.cos)
-    steps = (angles[:, 1:] - angles[:, :-1] + torch.pi) % (2 * torch.pi) - torch.pi
-    speeds = steps.abs().median(1).values.mean(0).tolist()
-    speeds += [0.0] * (len(units_of(layer)) - len(speeds))
-    return sorted(range(len(speeds)), key=lambda unit: -speeds[unit])
 
 
 # --- latents of keys and values --------------------------------------------------------------------------

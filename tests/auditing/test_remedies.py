@@ -485,9 +485,7 @@ def check_removal(audit: rw.Audit) -> None:
     worst = done.worst
     cost = worst.output_error**2 if math.isnan(worst.loss_before) else worst.loss_added / worst.loss_before
     most = promised * removed / heads
-    # of a group of G heads, only the whole group saves its key head: (2G + 2)/G for 2 parts of each head
-    whole = 1 + 1 / audit.heads[0].heads_per_group
-    assert 0.85 * most < saved <= most * (whole if removed < heads else 1 + 1e-9)
+    assert 0.85 * most < saved <= promised * (1 + 1e-9)  # groups save their key head, whole layers keep one
     assert removed > 0
     assert cost <= 1.5 * 0.01
 

@@ -128,6 +128,13 @@ def test_a_target_that_removes_nothing_changes_nothing(
     assert not any("above the tolerance" in note for note in done.notes)
 
 
+def test_a_latent_of_full_rank_that_halves_the_cache_is_a_change() -> None:
+    done = rw.compress(gpt2(), [ids()], keep={"kv": 0.75})
+    assert all(latent.rank == latent.full_rank < latent.channels for latent in done.latents)
+    assert done.kept_cache.after * 2 == done.kept_cache.before
+    assert not any("nothing was removed" in note for note in done.notes)
+
+
 @pytest.mark.parametrize(
     ("asked", "said"),
     [

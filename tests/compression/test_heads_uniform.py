@@ -27,7 +27,7 @@ from tests.support.untouched import untouched
 from torch import nn
 
 import rankwise as rw
-from rankwise.compression import compress, save_compressed
+from rankwise.compression import compress, heads_solve, save_compressed
 from rankwise.compression.heads_find import find, zeroed
 from rankwise.errors import CompressionError
 
@@ -114,6 +114,21 @@ def test_a_tolerance_bounds_the_largest_uniform_removal() -> None:
     assert done.worst.loss_added / done.worst.loss_before <= tolerance + 1e-6
     gone = [sum(not head.width for head in done.heads if head.layer == layer) for layer in (0, 1)]
     assert gone[0] == gone[1] == 4 - model.config.num_attention_heads  # type: ignore[union-attr]
+
+
+def test_a_number_of_heads_is_tried_once_per_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried, right = [], heads_solve.difference
+
+    def counted(model: nn.Module, layers: list[Any], plan: dict[str, set[int]], *rest: Any) -> str:
+        tried.append((len(layers), *map(len, plan.values())))
+        return right(model, layers, plan, *rest)
+
+    monkeypatch.setattr(heads_solve, "difference", counted)
+    compress(made("Llama", **SIZES), [ids()], keep=0.25, parts="heads", uniform=True)
+    assert tried == [(2, 3, 3)] * 2  # 3 of 4 heads before the work, and the chosen heads after it
+    tried.clear()
+    compress(made("Llama", **SIZES), [ids()], keep={"blocks": 0.5, "heads": 0.25}, uniform=True)
+    assert tried == [(2, 3, 3), (1, 3), (1, 3)]  # again without the blocks that were removed
 
 
 def test_uniform_heads_and_a_latent_cache_are_saved_together(tmp_path: Path) -> None:

@@ -330,7 +330,7 @@ def test_any_history_of_a_cache_leads_to_the_outputs_without_a_cache(family: str
         assert float(error) < 1e-4 * float(whole.abs().max()), (step, change, count)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "neox"])
+@pytest.mark.parametrize("family", ["gpt2", "neox"])
 def test_long_texts_are_decoded_in_blocks(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rankwise.compression.kv_modules.BLOCK", 1)  # 32 tokens
     model = latent_model(CACHED[family], kept=700)

@@ -27,11 +27,14 @@ def test_rounding_is_bounded_by_half_a_step_of_the_group(bits: int, size: int, s
 
 
 class ByHand(DynamicCache):
-    """Cache that rounds keys by channel over 64 tokens, and values by token over 64 channels of all heads."""
+    """Cache that rounds keys by channel over 64 tokens, and values by token over 64 channels of all heads.
+
+    A window is not rounded.
+    """
 
     def update(self, keys: Any, values: Any, layer_idx: int, *more: Any, **named: Any) -> Any:
         keys, values = keys.clone(), values.clone()
-        for sequence in range(len(keys)):
+        for sequence in range(0 if self.is_sliding[layer_idx] else len(keys)):
             for channel in range(keys.shape[1] * keys.shape[3]):
                 row = keys[sequence, channel // keys.shape[3], :, channel % keys.shape[3]]
                 row.copy_(rounded(row))

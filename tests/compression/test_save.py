@@ -178,7 +178,7 @@ def test_the_structure_in_a_configuration_follows_the_model() -> None:
         ({"architectures": ["OwnModel"]}, r"got OwnModel. Import .* `OwnModel.from_pretrained"),
         (
             {KEY: {"quant_method": NAME, "structure": {"format": 1, "changes": []}}},
-            "format: Input should be 2. Save the model again",
+            "format: Input should be 3. Save the model again",
         ),
     ],
     ids=["plain", "no class", "class", "structure"],
@@ -307,9 +307,10 @@ def test_shared_weights_of_a_plain_module_are_saved(shared: bool, tmp_path: Path
         rw.load_compressed(tmp_path / "one", other)
 
 
-def test_nothing_to_save_is_explained(tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", ["heads", "blocks"])
+def test_nothing_to_save_is_explained(part: str, tmp_path: Path) -> None:
     model = gpt2()
-    rw.compress(model, [ids()], keep=0.99, parts="heads")
+    rw.compress(model, [ids()], keep=0.99, parts=part)
     with pytest.raises(CompressionError, match="nothing was changed at these targets: lower `keep`"):
         save_compressed(model, tmp_path / "one")
 

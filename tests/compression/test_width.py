@@ -21,7 +21,6 @@ from tests.compression.compression_cases import (
 import rankwise as rw
 from rankwise.compression.width_factors import (
     Order,
-    closed_form,
     divergence,
     greedy,
     kept_factors,
@@ -156,10 +155,10 @@ def test_narrow_queries_and_keys_are_equally_large(make: Any) -> None:
     """Otherwise, half precision would lose the smaller ones."""
     model = make()
     layer = collect_statistics(model, find_layers(model, ids())[0][:1], [ids()])[0]
-    factors = closed_form(layer, [5] * len(layer.key_moments))
+    factors = whole_factors(layer)
     groups = layer.projections.groups
     for head, (P, S) in enumerate(zip(layer.query_moments, layer.key_moments, strict=True)):
-        a, b = factors.query[head * groups, :, :5], factors.key[head, :, :5]
+        a, b = factors.query[head * groups], factors.key[head]
         sizes = (a * (P @ a)).sum(0) / groups, (b * (S @ b)).sum(0)
         assert torch.allclose(*sizes, rtol=1e-6)
 
@@ -187,13 +186,21 @@ def test_only_an_empty_growing_cache_layer_is_replaced() -> None:
     assert kept(StaticCache(config=config, max_cache_len=4)) == ["StaticLayer"] * 2
 
 
-def test_pair_widths_round_down_for_a_share_and_up_for_a_tolerance() -> None:
+def test_widths_of_pairs_are_widths_of_curves() -> None:
     curves = [[([2, 4, 6], [0.3, 0.1, 0.0]), ([2, 4, 6], [0.2, 0.1, 0.0])]]
-    assert allocate_widths(curves, 0.5, None, [True]) == [[4, 2]]
-    assert allocate_widths(curves, 0.45, None, [True]) == [[2, 2]]  # 5 channels: 3 and 2
-    assert allocate_widths(curves, 0.45, None, [False]) == [[3, 2]]
-    assert allocate_widths(curves, None, 0.2, [True]) == [[4, 2]]  # the hull has widths 3 and 2
-    assert allocate_widths(curves, None, 1.0, [True]) == [[2, 2]]
+    assert allocate_widths(curves, 0.5, None) == [[4, 2]]
+    assert allocate_widths(curves, 0.45, None) == [[2, 2]]  # 5 channels: 3 and 2
+    assert allocate_widths(curves, None, 0.2) == [[4, 2]]  # with 3 channels, the hull is at 0.2
+    assert allocate_widths(curves, None, 1.0) == [[2, 2]]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.lists(st.floats(0, 9), min_size=6, max_size=6), min_size=1, max_size=4), st.floats(0, 9))
+def test_widths_for_a_tolerance_keep_it(drawn: list[list[float]], tolerance: float) -> None:
+    curves = [([1, 2, 3, 4, 5, 6, 7], [*losses, 0.0]) for losses in drawn]  # of any shape
+    widths = widths_for_tolerance(curves, tolerance)
+    mean = sum(losses[width - 1] for width, (_, losses) in zip(widths, curves, strict=True)) / len(curves)
+    assert mean <= tolerance + 1e-8  # 9 times 1e-9
 
 
 def test_calibration_without_gain_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:

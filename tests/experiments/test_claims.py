@@ -8,9 +8,8 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-import pytest
 from experiments.coverage import architectures
-from experiments.rank import compress_cache, compress_demo, compress_minilm, initial_ranks
+from experiments.rank import compress_cache, compress_minilm, initial_ranks
 from experiments.registry import EXPERIMENTS
 from experiments.render import mean_std
 from experiments.skips import bound_search, collapse_rule
@@ -48,22 +47,6 @@ def test_half_and_a_quarter_of_the_cache_keep_the_loss() -> None:
             own = split["keeps"][keep]
             assert own["cache_bytes_after"] <= float(keep) * own["cache_bytes_before"]
             assert own["loss_after"] - own["loss_before"] <= allowed
-
-
-@pytest.mark.parametrize("split", range(3))
-def test_rotary_pairs_and_heads_cost_at_most_the_claimed_loss(split: int) -> None:
-    found = compress_demo.STUDY.kept()["splits"][split]
-    for pairs, allowed in (("12", 0.014), ("8", 0.074), ("4", 0.374)):
-        own = found["pairs"][pairs]
-        assert sum(map(sum, own["kept"])) <= 16 * int(pairs)
-        assert own["calibrated"]["loss"] - found["loss"] <= allowed
-        assert own["calibrated"]["kl"] < own["chosen"]["kl"]
-    ours = found["curves"]["greedy by attention KL, widths per head"]
-    rivals = [curve for name, curve in found["curves"].items() if not name.startswith("greedy")]
-    assert len(rivals) == 4
-    assert all(ours[count] < curve[count] for curve in rivals for count in ours)
-    for own in found["heads"].values():
-        assert own["parameters_before"] - own["parameters_after"] == len(own["gone"]) * 4 * 128 * 32
 
 
 def test_a_plan_states_the_losses_of_recorded_training_runs() -> None:

@@ -3,13 +3,11 @@
 import torch
 from experiments.rank.compress_cache import rivals as latent_rivals
 from experiments.rank.compress_minilm import rivals
-from experiments.rank.rivals import joint_components, key_components, pair_costs, random_directions
-from tests.compression.compression_cases import bert, ids, llama
+from experiments.rank.rivals import joint_components, key_components, random_directions
+from tests.compression.compression_cases import bert, ids
 from tests.compression.test_width import head
 
 from rankwise.cli.load_model import demo_text
-from rankwise.compression.width_factors import greedy_orders, whole_factors
-from rankwise.compression.width_find import collect_statistics, find_layers
 from rankwise.measures.required_width import LogitBases, logit_bases
 
 
@@ -33,20 +31,6 @@ def test_our_bases_cost_least_attention_on_the_data_they_are_of() -> None:
     assert len(costs) == 6
     ours = sum(costs.pop("closed form, widths per head").values())
     assert all(ours < sum(points.values()) for points in costs.values())
-
-
-def test_greedy_pairs_cost_less_than_random_pairs() -> None:
-    model, batch = llama(), ids(6, 30)
-    layers = collect_statistics(model, find_layers(model, batch)[0], [batch])
-    wholes = [whole_factors(layer) for layer in layers]
-    orders = [greedy_orders(layer, whole, 0) for layer, whole in zip(layers, wholes, strict=True)]
-    costs = {
-        method: sum(points.values()) for method, points in pair_costs(layers, layers, wholes, orders).items()
-    }
-    assert len(costs) == 6
-    ours = costs.pop("greedy by attention KL, one width")
-    assert costs.pop("greedy by attention KL, widths per head") <= ours
-    assert ours < costs["random pairs, one width"]
 
 
 def test_weighted_latents_beat_latents_of_tokens_or_weights_alone() -> None:

@@ -124,3 +124,14 @@ def mean_distance(
     shifted = (rows - rows.gather(-2, first)) * real[..., None]
     center = shifted.sum(-2, keepdim=True) / count[..., None, None]
     return torch.where(plain, distance, norm((shifted - center) * real[..., None], MATRIX) * unit)
+
+
+def roots_of(
+    moments: Float64[Tensor, "*batch K K"], ridge: float
+) -> tuple[Float64[Tensor, "*batch K K"], Float64[Tensor, "*batch K K"]]:
+    """Return S^½ and S^−½ of second moments S plus a ridge, relative to the mean eigenvalue of all S."""
+    least = ridge * moments.diagonal(dim1=-2, dim2=-1).mean().clamp(min=1e-300)
+    eye = torch.eye(moments.shape[-1], dtype=moments.dtype, device=moments.device)
+    values, vectors = torch.linalg.eigh(moments + least * eye)
+    roots = torch.maximum(values, least).sqrt()[..., None, :]
+    return (vectors * roots) @ vectors.mT, (vectors / roots) @ vectors.mT

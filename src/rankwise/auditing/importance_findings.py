@@ -116,18 +116,24 @@ def saved_share(
     """Return an upper bound on the share of the model's parameters that these heads have, or NaN if unknown.
 
     A head of width K has at most 2 K (D + 1) parameters for queries and output, where D is the width of token
-    states. It has as many for keys and values, which count only if all heads that share them are removed.
+    states. It has as many for keys and values, which count only if all heads that share them are removed. If
+    a layer loses all heads, `compress` keeps the heads of one key head, or one head if all share it.
     """
     hidden_sizes = {state.stack: state.hidden_size for state in states}
     total = 0 if about is None else about.parameters
-    addresses, parameters = {*removed}, []
+    addresses, parameters = {*removed}, list[int]()
     measured = [head for head in heads if head.id in addresses]
     if {head.id for head in measured} != addresses:
         return math.nan
+    for layer in grouped(heads, lambda head: head.id.at(None)).values():
+        if addresses >= {head.id for head in layer}:
+            shared = layer[0].heads_per_group
+            kept = [head.id for head in layer if head.head < (shared if shared < len(layer) else 1)]
+            measured = [head for head in measured if head.id not in kept]
     for group in by_key_head(measured):
         projections = 2 * len(group) + 2 * (len(group) == group[0].heads_per_group)
         parameters.append(projections * (group[0].head_dim or 0) * (hidden_sizes.get(group[0].stack, -1) + 1))
-    return sum(parameters) / total if total and parameters and all(parameters) else math.nan
+    return sum(parameters) / total if total and all(parameters) else math.nan
 
 
 def narrowing_saves(

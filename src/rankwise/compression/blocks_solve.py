@@ -2,8 +2,7 @@
 
 import math
 
-from rankwise._internals.batches import first_sequences, to_device
-from rankwise._internals.forward import Change, device_of
+from rankwise._internals.forward import Change
 from rankwise.compression.blocks_find import Plan, difference, removal
 from rankwise.compression.blocks_repair import repair
 from rankwise.compression.records import BlockRemoval
@@ -46,7 +45,6 @@ def solve(job: Job) -> Solution:
     alone = {name: joint(name) for name in places}
     added, removed = dict(alone), dict[str, float]()  # last measured increases, and joint costs
     plan: Plan = {}
-    short = to_device(first_sequences(job.batches[0], 2), device_of(job.model))
     limit, before, reason = math.inf, 0.0, ""
     if job.tolerance is not None:
         limit = job.tolerance * passes.reference()
@@ -62,7 +60,7 @@ def solve(job: Job) -> Solution:
         larger = plan | {stack.name: plan.get(stack.name, set()) | {number}}
         if len(larger[stack.name]) == stack.size:
             reason = f"{name} is the last block of its stack"
-        elif not (reason := difference(job.model, stacks, larger, short)):
+        elif not (reason := difference(job.model, stacks, larger, job.short)):
             plan, before = larger, costs[name]
             removed[name] = before
     if count is not None and len(removed) < count:
@@ -76,8 +74,9 @@ def solve(job: Job) -> Solution:
         f"Blocks: {len(removed)} of {total} removed, after {done} passes over the calibration data. There "
         f"the loss ({passes.loss.name}, {passes.loss.unit}) rises by {before:.4g}."
     ]
-    change, cost = removal(job.model, stacks, plan), math.nan
+    change, cost = Change(job.model), math.nan
     if removed:
+        change = removal(job.model, stacks, plan)
         calibration, held_out = passes, job.eval_batches is not job.batches
         data = "held-out" if held_out else "calibration"
         if held_out:

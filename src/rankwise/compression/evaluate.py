@@ -27,7 +27,7 @@ from rankwise.importance.losses import DivergenceLoss, SequenceLosses, real_outp
 from rankwise.importance.output_head import TokenLogits, first_pass
 from rankwise.importance.settings import ImportanceSettings
 
-SEQUENCES, COMPARED_TOKENS = 16, 4096
+SEQUENCES, COMPARED_TOKENS = 16, 2048
 """Maximum number of sequences, and of their tokens, on which outputs are compared at one length."""
 SIZES = (1024, CACHE_TOKENS)
 """Numbers of tokens at which the size of the cache is recorded, next to the largest that the model reads."""
@@ -224,7 +224,7 @@ def compare_outputs(
 class CachedLayer:
     """Keys and values of one layer: bytes per token, and the most tokens that the layer keeps, if limited."""
 
-    bytes: float
+    bytes: float | int
     most: int | None
     numbers: tuple[int, int]
     """Floating-point numbers of the keys and of the values of one token."""
@@ -232,7 +232,12 @@ class CachedLayer:
     """Bytes of such a number."""
 
     def quantized(self, bits: int) -> "CachedLayer":
-        """Return the layer with numbers of a few bits: groups of 64 tokens of keys, channels of values."""
+        """Return the layer with numbers of a few bits: groups of 64 tokens of keys, channels of values.
+
+        A window stays as it is, because no cache of transformers quantizes it.
+        """
+        if self.most is not None:
+            return self
         keys, values = self.numbers
         groups = keys / GROUP + -(-values // GROUP)
         return replace(self, bytes=self.bytes + (keys + values) * (bits / 8 - self.size) + 4 * groups)

@@ -15,14 +15,13 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from rankwise._internals.forward import AddedHook, Change, config_value
-from rankwise.compression.evaluate import is_decoder
-from rankwise.compression.heads_modules import RECORD, CutLinear, RemovedHeads, build
+from rankwise.compression.heads_modules import CutLinear, RemovedHeads, build
 from rankwise.compression.plain import change_configs, check_plain
 from rankwise.compression.save import pretrained_models
 from rankwise.compression.trials import (
     Found,
     at_once_and_in_halves,
-    check_some,
+    keep_passing,
     main_output,
     relative_error,
 )
@@ -105,12 +104,10 @@ class HeadProjections:
         return self.heads // self.value_heads if self.keys_stay else self.units
 
     def remaining(self, units: set[int]) -> tuple[list[int], list[int]]:
-        """Return the query heads and the key heads that stay without some units."""
-        kept = [unit for unit in range(self.units) if unit not in units]
+        """Return the query heads and the key heads that stay without some units: one unit, if all go."""
+        kept = [unit for unit in range(self.units) if unit not in units] or [0]
         query = [unit * self.group + member for unit in kept for member in range(self.group)]
-        if self.keys_stay or self.value_heads == 1:  # a key head stays while a query head remains
-            return query, [*range(self.value_heads)] if kept else []
-        return query, kept
+        return query, [*range(self.value_heads)] if self.keys_stay or self.value_heads == 1 else kept
 
     def without(self, units: set[int], module: nn.Module) -> RemovedHeads:
         """Return the record of the layer without some units; `module` is the layer before its change."""
@@ -118,8 +115,7 @@ class HeadProjections:
         cuts = [self._cut(name, set(query), set(values)) for name in self.inputs]
         width = self.value_width
         runs = runs_of([head * width + channel for head in query for channel in range(width)])
-        size, slot = self.heads * width, 0 if query else width
-        cuts.append(CutLinear(module=self.output, side="in", size=size, runs=runs, slot=slot))
+        cuts.append(CutLinear(module=self.output, side="in", size=self.heads * width, runs=runs))
         sizes = renumbered(vars(module).get, self._counts(units))
         return RemovedHeads(module=self.name, cuts=cuts, sizes=sizes, config=self.fields(module, units))
 
@@ -139,13 +135,11 @@ class HeadProjections:
             for channel in each
         }
         left = [channel for channel in range(size) if channel not in removed]
-        slot = 0 if left else sum(channels.shape[1] for channels, _ in blocks)
-        return CutLinear(module=name, side="out", size=size, runs=runs_of(left), slot=slot)
+        return CutLinear(module=name, side="out", size=size, runs=runs_of(left))
 
     def _counts(self, units: set[int]) -> dict[str, tuple[int, int]]:
         """Return the numbers that `NAMES` lists, before and after the removal of some units."""
-        query, values = self.remaining(units)
-        heads, value_heads = len(query) or 1, len(values) or 1
+        heads, value_heads = map(len, self.remaining(units))
         return {
             "heads": (self.heads, heads),
             "key heads": (self.value_heads, value_heads),
@@ -171,22 +165,17 @@ def find(model: nn.Module, batch: Any) -> Found[HeadProjections]:
     units set to zero. All layers are tried together. If this trial fails, each layer is tried alone. Raise
     `NoLayersError` if no layer passes.
     """
-    layers, skipped = find_head_projections(model, batch)
+    seen = observe(model, batch)
+    results = {name: _layer(seen.projections(name)) for name in seen.mixers}
+    layers = [layer for layer in results.values() if isinstance(layer, HeadProjections)]
+    skipped = {name: reason for name, reason in results.items() if isinstance(reason, str)}
 
     def trial(some: list[HeadProjections]) -> str:
-        return difference(model, some, {layer.name: {0} for layer in some}, batch)
+        reason = difference(model, some, {layer.name: {0} for layer in some}, batch)
+        return reason and f"{NOT_FEWER}: {reason}"
 
-    if layers and trial(layers):
-        reasons = {layer.name: trial([layer]) for layer in layers}
-        skipped |= {name: f"{NOT_FEWER}: {reason}" for name, reason in reasons.items() if reason}
-        layers = [layer for layer in layers if not reasons[layer.name]]
-    check_some(
-        model,
-        layers,
-        skipped,
-        "softmax attention whose heads come from linear layers and go into a linear layer",
-    )
-    return layers, skipped
+    expected = "softmax attention whose heads come from linear layers and go into a linear layer"
+    return keep_passing(model, (layers, skipped), trial, expected)
 
 
 # --- trial -----------------------------------------------------------------------------------------------
@@ -230,8 +219,7 @@ def _ways(model: nn.Module, batch: Any) -> dict[str, Callable[[nn.Module, Any], 
         mask = torch.ones_like(ids)
         mask[-1, ids.shape[1] // 2 :] = 0
         ways[" with a mask"] = lambda model, batch: main_output(model, {**batch, "attention_mask": mask})
-        if is_decoder(model):
-            ways[" with a cache"] = lambda model, batch: at_once_and_in_halves(model, batch)[-1]
+        ways[" with a cache"] = lambda model, batch: at_once_and_in_halves(model, batch)[-1]
 
     def eager(model: nn.Module, batch: Any) -> Tensor:
         inner = pretrained_models(model)
@@ -250,12 +238,17 @@ def _ways(model: nn.Module, batch: Any) -> dict[str, Callable[[nn.Module, Any], 
 def removal(model: nn.Module, layers: list[HeadProjections], plan: Plan, uniform: bool = False) -> Change:
     """Return the `Change` that removes the planned units (groups of heads) from their layers.
 
+    If all units of a layer go, the first stays with output weights of zero, because code needs a head.
     If the change is uniform, as many units of each layer are removed, and configurations describe the result.
     """
     cut = [layer for layer in layers if plan.get(layer.name)]
     records = [layer.without(plan[layer.name], model.get_submodule(layer.name)) for layer in cut]
     if not uniform or not cut:
-        return build(model, *records)
+        change = build(model, *records)
+        for layer in cut:
+            if len(plan[layer.name]) == layer.units:
+                nn.init.zeros_(change.modules[layer.output].weight)  # type: ignore[arg-type]
+        return change
 
     def edit(_name: str, config: Any) -> None:
         fields = cut[0].fields(config, plan[cut[0].name])
@@ -264,13 +257,8 @@ def removal(model: nn.Module, layers: list[HeadProjections], plan: Plan, uniform
         for name, number in fields.items():
             setattr(config, name, number)
 
-    change = change_configs(model, [layer.name for layer in cut], edit)
-    smaller = build(model, *(record.model_copy(update={"config": {}}) for record in records))
-    change.modules = smaller.modules
-    for name, values in smaller.attributes.items():
-        del values[RECORD]
-        change.attributes.setdefault(name, {}).update(values)
-    return change
+    sizes = {record.module: record.sizes for record in records}
+    return change_configs(model, sizes, edit, build(model, *records).modules, sizes)
 
 
 def zeroed(model: nn.Module, layers: list[HeadProjections], plan: Plan) -> Change:
@@ -291,14 +279,6 @@ def _set_zero(channels: list[int], _module: nn.Module, args: tuple[Any, ...], kw
 
 
 # --- find ------------------------------------------------------------------------------------------------
-
-
-def find_head_projections(model: nn.Module, batch: Any) -> tuple[list[HeadProjections], dict[str, str]]:
-    """Return the linear layers around the heads of each layer, and why each other layer is left out."""
-    seen = observe(model, batch)
-    results = {name: _layer(seen.projections(name)) for name in seen.mixers}
-    layers = [layer for layer in results.values() if isinstance(layer, HeadProjections)]
-    return layers, {name: reason for name, reason in results.items() if isinstance(reason, str)}
 
 
 def _layer(near: MixerProjections) -> HeadProjections | str:

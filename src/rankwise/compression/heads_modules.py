@@ -1,18 +1,15 @@
 """Remove heads from attention layers: make linear layers smaller, and change the counts that the code reads.
 
-Tensors and caches do not contain removed heads. A layer without any head computes one head of zeros, which
-needs no weights, so that masks, caches and the layer's code still work.
+Tensors and caches do not contain removed heads.
 """
 
 from typing import Any, Literal
 
-from jaxtyping import Float
 from pydantic import BaseModel
-from torch import Tensor, nn
+from torch import nn
 
 from rankwise._internals.forward import Change
 from rankwise.compression.width_modules import (
-    ReplacedLinear,
     Runs,
     channels_of,
     find_module,
@@ -34,8 +31,6 @@ class CutLinear(BaseModel, extra="forbid"):
     """Number of input or output channels (see `side`) before heads were removed."""
     runs: Runs
     """Remaining channels, as (first, count)."""
-    slot: int
-    """Width of the head of zeros if no channel remains. 0 if channels remain."""
 
 
 class RemovedHeads(BaseModel, extra="forbid"):
@@ -48,24 +43,6 @@ class RemovedHeads(BaseModel, extra="forbid"):
     """New values of the layer's attributes that depend on the number of heads."""
     config: dict[str, int]
     """New values of configuration fields for this layer. The model's own configuration does not change."""
-
-
-class EmptyLinear(ReplacedLinear):
-    """Linear layer without inputs or without outputs: it returns its bias, or zeros."""
-
-    reason = "from which all heads were removed"
-    """Reason, for reports, why this module cannot be changed as a linear layer."""
-
-    def __init__(self, in_features: int, out_features: int, bias: Tensor | None) -> None:
-        super().__init__()
-        self.in_features, self.out_features = in_features, out_features
-        self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach().clone()))
-        self.set_guard()
-
-    def forward(self, tokens: Float[Tensor, "... D"]) -> Float[Tensor, "... O"]:
-        """Return the same output for every token."""
-        zeros = tokens.new_zeros(*tokens.shape[:-1], self.out_features)
-        return zeros if self.bias is None else zeros + self.bias
 
 
 class LayerConfig:
@@ -97,21 +74,10 @@ def build(model: nn.Module, *changes: RemovedHeads) -> Change:
 
 
 def cut_linear(module: nn.Module, cut: CutLinear) -> nn.Module:
-    """Return a smaller layer of the same class, or an `EmptyLinear` if no channel remains.
-
-    Raise `CompressionError` if the layer does not have the recorded size.
-    """
+    """Return a smaller layer. Raise `CompressionError` if the layer does not have the recorded size."""
     axis, expected = 0 if cut.side == "out" else 1, f"a linear layer with {cut.size} channels ({cut.side})"
     weight, bias = weights_of(cut.module, module, expected, lambda size: size[axis] == cut.size)
-    small: Any
-    if cut.runs:
-        kept = channels_of(cut.runs)
-        small = linear_of(weight[:, kept], bias) if axis else linear_of(weight, bias, kept)
-        if not isinstance(module, nn.Linear):  # Conv1D, whose weight is transposed
-            linear, small = small, type(module)(*small.weight.shape)
-            small.weight, small.bias = nn.Parameter(linear.weight.mT.contiguous()), linear.bias
-    else:
-        outputs, inputs = (weight.shape[0], cut.slot) if axis else (cut.slot, weight.shape[1])
-        small = EmptyLinear(inputs, outputs, bias if axis else None).to(weight.device)
+    kept = channels_of(cut.runs)
+    small = linear_of(weight[:, kept], bias) if axis else linear_of(weight, bias, kept)
     trained: nn.Module = trained_like(module, small)
     return trained

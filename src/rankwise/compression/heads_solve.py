@@ -6,8 +6,6 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
-from rankwise._internals.batches import first_sequences, to_device
-from rankwise._internals.forward import device_of
 from rankwise._internals.records import grouped
 from rankwise.compression.heads_find import (
     HeadProjections,
@@ -44,10 +42,14 @@ def solve(job: Job) -> Solution:
     layers, skipped = job.found
     if job.uniform:
         layers, plan, notes, importance = _uniform(job, layers)
+    elif job.keep is None:
+        plan, notes, importance = _within(job, layers)
     else:
-        plan, notes, importance = _share(job, layers) if job.tolerance is None else _within(job, layers)
-    short = to_device(first_sequences(job.batches[0], 2), device_of(job.model))
-    if reason := difference(job.model, layers, plan, short, job.uniform):
+        total = sum(layer.heads for layer in layers)
+        plan, importance = _cheapest(job, layers, total - job.keep * total)
+        note = f"Heads: {_count(plan, layers)}, the cheapest by estimate in {ROUNDS} rounds"
+        notes = [f"{note} ({importance.record.loss}).", *importance.record.notes]
+    if reason := difference(job.model, layers, plan, job.short, job.uniform):
         raise CompressionError(
             f"model {type(job.model).__name__}",
             expected="outputs of the smaller model equal to outputs with these heads set to zero",
@@ -105,15 +107,6 @@ def _within(job: Job, layers: list[HeadProjections]) -> tuple[Plan, list[str], I
     return plan, [note, *record.notes], importance
 
 
-def _share(job: Job, layers: list[HeadProjections]) -> tuple[Plan, list[str], Importance]:
-    """Return the heads of least estimated cost, notes, and the importance of heads before any removal."""
-    assert job.keep is not None
-    total = sum(layer.heads for layer in layers)
-    plan, importance = _cheapest(job, layers, total - job.keep * total)
-    note = f"Heads: {_count(plan, layers)}, the cheapest by estimate in {ROUNDS} rounds"
-    return plan, [f"{note} ({importance.record.loss}).", *importance.record.notes], importance
-
-
 def _cheapest(
     job: Job, layers: list[HeadProjections], count: float, each: float = math.inf
 ) -> tuple[Plan, Importance]:
@@ -158,13 +151,16 @@ def _levels(job: Job, layers: list[HeadProjections]) -> list[tuple[list[HeadProj
         ways.append([replace(layer, keys_stay=True) for layer in layers])
     options = [(some, number) for some in ways for number in range(1, some[0].rivals)]
     options.sort(key=lambda option: -_removed(*option))
-    short = to_device(first_sequences(job.batches[0], 2), device_of(job.model))
     levels: list[tuple[list[HeadProjections], int]] = []
     shares: list[str] = []
+    tried: dict[tuple[bool, int], str] = job.kept.setdefault("levels", {})
     for some, number in options:
-        units = {unit for unit in range(some[0].units) if unit % some[0].rivals < number}
-        if reason := difference(job.model, some, dict.fromkeys((x.name for x in some), units), short, True):
-            reasons.append(reason)
+        if (option := (some[0].keys_stay, number)) not in tried:
+            units = {unit for unit in range(some[0].units) if unit % some[0].rivals < number}
+            plan = dict.fromkeys((layer.name for layer in some), units)
+            tried[option] = difference(job.model, some, plan, job.short, True)
+        if tried[option]:
+            reasons.append(tried[option])
             continue
         shares.append(f"{1 - _removed(some, number) / heads:.3g}")
         if job.keep is None or _removed(some, number) <= (1 - job.keep) * heads + 1e-9:

@@ -14,16 +14,9 @@ from torch import Tensor, nn
 
 from rankwise._internals.forward import Change, config_value
 from rankwise._internals.linalg import as_float64
-from rankwise.compression.evaluate import is_decoder
 from rankwise.compression.heads_find import renumbered
 from rankwise.compression.plain import change_configs, check_plain
-from rankwise.compression.trials import (
-    Found,
-    at_once_and_in_halves,
-    check_some,
-    keep_passing,
-    main_output,
-)
+from rankwise.compression.trials import Found, at_once_and_in_halves, check_some, keep_passing, same_outputs
 from rankwise.compression.width_find import random_bases
 from rankwise.compression.width_modules import ChangedHead, changed_linear, linear_of, trained_like
 from rankwise.errors import CompressionError
@@ -91,16 +84,13 @@ def find(model: nn.Module, batch: Any) -> Found[KeyHeads]:
             skipped[name] = f"it has {query_key.key_heads} key heads and {len(value.channels)} value heads"
         else:
             layers.append(KeyHeads(query_key, value, output))
-    halves = is_decoder(model) and isinstance(batch, dict) and "input_ids" in batch
-    layers, skipped = keep_passing(
-        model,
-        batch,
-        (layers, skipped),
-        lambda model, layers: merging(model, {layer: _turned(layer, layer.count) for layer in layers}),
-        "its outputs change with the basis of keys or values",
-        EXPECTED,
-        at_once_and_in_halves if halves else lambda model, batch: [main_output(model, batch)],
-    )
+
+    def turned(model: nn.Module, layers: list[KeyHeads]) -> Change:
+        return merging(model, {layer: _turned(layer, layer.count) for layer in layers})
+
+    reason = "its outputs change with the basis of keys or values"
+    trial = same_outputs(model, batch, turned, reason, at_once_and_in_halves)
+    layers, skipped = keep_passing(model, (layers, skipped), trial, EXPECTED)
     counts = {layer.count for layer in layers}
     reason = f"numbers of key heads that differ: {', '.join(map(str, sorted(counts)))}"
     if len(counts) == 1:
@@ -156,8 +146,4 @@ def merging(model: nn.Module, plan: dict[KeyHeads, Merge]) -> Change:
         for name, number in renumbered(lambda name: config_value(config, name), counts).items():
             setattr(config, name, number)
 
-    change = change_configs(model, attributes, edit)
-    change.modules = modules
-    for name, values in attributes.items():
-        change.attributes.setdefault(name, {}).update(values)
-    return change
+    return change_configs(model, attributes, edit, modules, attributes)

@@ -20,9 +20,9 @@ import torch
 from jaxtyping import Complex128, Float64
 from torch import Tensor
 
-from rankwise._internals.batches import first_sequences, real_tokens, to_device
+from rankwise._internals.batches import real_tokens, to_device
 from rankwise._internals.forward import AddedHook, Change, device_of, run_model
-from rankwise._internals.linalg import as_float64
+from rankwise._internals.linalg import as_float64, roots_of
 from rankwise.compression.evaluate import added_loss, measure_losses
 from rankwise.compression.key_heads_find import KeyHeads, Merge, merging
 from rankwise.compression.plain import check_plain
@@ -63,7 +63,7 @@ def solve(job: Job) -> Solution:
     if left == total:
         return Solution(chosen, skipped=skipped, notes=["Key heads: none merged."])
     with chosen:
-        check_plain(job.model, first_sequences(data[0], 2))
+        check_plain(job.model, job.short)
     places = [layer.query_key for layer in layers]
     return Solution(
         chosen,
@@ -164,10 +164,7 @@ def _factors(
 ) -> tuple[Float64[Tensor, "c K K"], Float64[Tensor, "c K K"]]:
     """Return S_i^½ V_i and S_i^−½ V_i."""
     size, width = metric.shape[:2]
-    ridge = RIDGE * metric.diagonal(dim1=1, dim2=2).mean().clamp(min=1e-300)
-    values, vectors = torch.linalg.eigh(metric + ridge * torch.eye(width, dtype=torch.float64))
-    root = values.clamp(min=ridge).sqrt()[:, None]
-    roots, inverses = ((vectors * scale) @ vectors.mT for scale in (root, 1 / root))
+    roots, inverses = roots_of(metric, RIDGE)
     whitened = torch.einsum("iab,ibjc,jcd->iajd", roots, moments, roots).reshape(size * width, -1)
     largest = torch.linalg.eigh(whitened).eigenvectors[:, -width:].unflatten(0, (size, width))
     return roots @ largest, inverses @ largest

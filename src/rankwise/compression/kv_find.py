@@ -16,7 +16,7 @@ from rankwise._internals.forward import Change
 from rankwise._internals.rotary import PAIRINGS, fits_layout, per_pair, undo_rope
 from rankwise.compression.kv_modules import LatentLayer, latent_change
 from rankwise.compression.quantized_cache import is_decoder
-from rankwise.compression.trials import NoLayersError, at_once_and_in_halves, keep_passing
+from rankwise.compression.trials import NoLayersError, at_once_and_in_halves, keep_passing, same_outputs
 from rankwise.compression.width_modules import NarrowKeys, NarrowProjection, channels_of, runs_of
 from rankwise.tracing import RecordedCall
 from rankwise.tracing.projections import (
@@ -34,14 +34,12 @@ LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 def find(model: nn.Module, batch: Any) -> tuple[list[LatentLayer], dict[str, str]]:
     """Return the layers that a latent of full rank leaves unchanged, and why each other layer is left out."""
+    reason = "its outputs change when keys and values are read out of a full latent"
     return keep_passing(
         model,
-        batch,
         find_cached_layers(model, batch),
-        full_latents,
-        "its outputs change when keys and values are read out of a full latent",
-        expected="attention whose cached keys and values come from linear layers of the same tokens",
-        outputs=at_once_and_in_halves,
+        same_outputs(model, batch, full_latents, reason, at_once_and_in_halves),
+        "attention whose cached keys and values come from linear layers of the same tokens",
     )
 
 

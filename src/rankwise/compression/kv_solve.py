@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from rankwise._internals.batches import real_tokens, to_device
 from rankwise._internals.forward import AddedHook, Change, Progress, device_of
-from rankwise._internals.linalg import as_float64
+from rankwise._internals.linalg import as_float64, roots_of
 from rankwise.compression.evaluate import cache_bytes, cached_layers, reference_tokens
 from rankwise.compression.kv_find import layer_weight
 from rankwise.compression.kv_modules import LatentLayer, latent_change
@@ -198,21 +198,11 @@ def weighted_svd(
     gradients: Float64[Tensor, "N N"] | None = None,
 ) -> WeightedSVD:
     """Return the SVD of G^½ W A^½. A is the identity without `inputs`, G without `gradients`."""
-    root_a, inverse_a = _roots(inputs, weight.shape[1], RIDGE)
-    root_g, inverse_g = _roots(gradients, weight.shape[0], GRADIENT_RIDGE)
+    identities = [torch.eye(size, dtype=torch.float64) for size in weight.shape]
+    root_g, inverse_g = roots_of(identities[0] if gradients is None else gradients, GRADIENT_RIDGE)
+    root_a, inverse_a = roots_of(identities[1] if inputs is None else inputs, RIDGE)
     left, values, right = torch.linalg.svd(root_g @ weight @ root_a, full_matrices=False)
     return WeightedSVD(inverse_g @ (left * values), right @ inverse_a, values.square() / 2)
-
-
-def _roots(moments: Tensor | None, size: int, ridge: float) -> tuple[Tensor, Tensor]:
-    """Return the square root of second moments with a ridge, and its inverse. Without moments, both are I."""
-    eye = torch.eye(size, dtype=torch.float64)
-    if moments is None:
-        return eye, eye
-    least = ridge * moments.trace().clamp(min=1e-300) / size
-    values, vectors = torch.linalg.eigh(moments + least * eye)
-    roots = values.clamp(min=least).sqrt()
-    return (vectors * roots) @ vectors.mT, (vectors / roots) @ vectors.mT
 
 
 # --- ranks -----------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ Such a model is saved as a plain checkpoint, which loads anywhere.
 
 import copy
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,17 +13,23 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from rankwise._internals.forward import Change
-from rankwise.compression.quantized_cache import is_decoder
 from rankwise.compression.save import PLAIN, new_of_class, pretrained_models, rebuilt, structure_of
-from rankwise.compression.trials import at_once_and_in_halves, main_output, relative_error
+from rankwise.compression.trials import at_once_and_in_halves, relative_error
 from rankwise.errors import CompressionError
 
 
-def change_configs(model: nn.Module, layers: Iterable[str], edit: Callable[[str, Any], None]) -> Change:
+def change_configs(
+    model: nn.Module,
+    layers: Iterable[str],
+    edit: Callable[[str, Any], None],
+    modules: dict[str, nn.Module] | None = None,
+    others: Mapping[str, dict[str, Any]] | None = None,
+) -> Change:
     """Return the change that gives a model edited copies of the configurations that some layers read.
 
     `edit` gets the name of a module and its configuration: once for each configuration that a layer reads,
-    and for each outermost model, whose configuration is saved. T5 has a further copy for each stack.
+    and for each outermost model, whose configuration is saved. T5 has a further copy for each stack. The
+    change also replaces `modules` and sets the attributes `others`.
     """
     configs = {name: module.config for name, module in model.named_modules() if hasattr(module, "config")}
     copies: dict[int, Any] = {}  # modules that share a configuration share its copy
@@ -33,7 +39,9 @@ def change_configs(model: nn.Module, layers: Iterable[str], edit: Callable[[str,
         edit(name, new[name])
     attributes: dict[str, dict[str, Any]] = {name: {"config": config} for name, config in new.items()}
     attributes.setdefault("", {})[PLAIN] = True
-    return Change(model, attributes=attributes)
+    for name, values in (others or {}).items():
+        attributes.setdefault(name, {}).update(values)
+    return Change(model, modules or {}, attributes)
 
 
 def check_plain(model: nn.Module, batch: Any) -> None:
@@ -42,15 +50,13 @@ def check_plain(model: nn.Module, batch: Any) -> None:
     The new model gets the weights and buffers of the changed model, without a copy. It must have the same
     names and shapes, and return the same outputs, also with a cache.
     """
-    halves = is_decoder(model) and isinstance(batch, dict) and "input_ids" in batch
-    run = at_once_and_in_halves if halves else lambda model, batch: [main_output(model, batch)]
     reason = "" if _outermost(model) else f"{type(model).__name__}, which no configuration describes"
     try:
         for name in _outermost(model):
             new = _rebuilt_from_config(model.get_submodule(name))
             with Change(model, modules={name: new} if name else {}):
-                again = run(model if name else new, batch)
-            for output, before in zip(again, run(model, batch), strict=True):
+                again = at_once_and_in_halves(model if name else new, batch)
+            for output, before in zip(again, at_once_and_in_halves(model, batch), strict=True):
                 # The same code reads the same memory, so that only atomic sums on a GPU change an output.
                 if not (off := relative_error(output, before)) <= torch.finfo(before.dtype).eps:
                     reason = f"outputs that are off by {off:.1e}"

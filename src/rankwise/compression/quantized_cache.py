@@ -1,4 +1,4 @@
-"""Simulated caches of few bits: all keys and values, or latents, are rounded before attention reads them."""
+"""Simulated caches of few bits: keys and values, or latents, are rounded before attention reads them."""
 
 from functools import partial
 from typing import Any
@@ -41,12 +41,12 @@ def quantize(values: Float[Tensor, "..."], bits: int, dim: int) -> Float[Tensor,
 
 
 def quantized_cache(model: nn.Module, bits: int) -> Change:
-    """Return the change after which attention reads all keys and values from a quantized cache.
+    """Return the change after which attention without a window reads keys and values of few bits.
 
-    Keys are quantized by channel, in groups of 64 tokens; values by token, in groups of 64 channels.
-    Raise `CompressionError` if a model has no cache of the class `DynamicCache`, or a batch has a cache.
+    Keys are quantized by channel, in groups of 64 tokens; values by token, in groups of 64 channels. Raise
+    `CompressionError` if no layer of a `DynamicCache` keeps all tokens, or if a batch has a cache.
     """
-    subject, expected = f"model {type(model).__name__}", "a decoder that fills a `DynamicCache`"
+    subject, expected = f"model {type(model).__name__}", "a decoder that keeps all tokens in a `DynamicCache`"
     if not is_decoder(model):
         got = "an encoder-decoder, or a model that does not generate text"
         raise CompressionError(subject, expected=expected, got=got, fix="")
@@ -58,13 +58,13 @@ def quantized_cache(model: nn.Module, bits: int) -> Change:
             raise CompressionError("the batch", expected="no cache", got=got, fix="Leave it out.")
         caches[:] = [DynamicCache(config=model.config)]
         for layer in caches[0].layers:
-            if isinstance(layer, DynamicLayer):
+            if isinstance(layer, DynamicLayer) and not layer.is_sliding:
                 layer.update = partial(quantized_update, layer.update, bits)
         return args, {**kwargs, "past_key_values": caches[0], "use_cache": True}
 
     def check(*_: Any) -> None:
-        if not any(layer.is_initialized for layer in caches[0].layers):
-            raise CompressionError(subject, expected=expected, got="one that has its own cache", fix="")
+        if not any(layer.is_initialized and not layer.is_sliding for layer in caches[0].layers):
+            raise CompressionError(subject, expected=expected, got="windows, or a cache of its own", fix="")
 
     return Change(model, hooks=[AddedHook("", "before", fill), AddedHook("", "after", check)])
 

@@ -97,7 +97,7 @@ class WindowCost(Record):
     """Standard error of `loss_added`, from its differences between windows. NaN for one window."""
     output_kl: Number = math.nan
     """Mean KL(p‖p′) of outputs in nats over the compared tokens, with p of the original model. The compared
-    windows are the first 16, or fewer if these have more than 4,096 tokens. NaN without logits."""
+    windows are the first 16, or fewer if these have more than 2,048 tokens. NaN without logits."""
     output_error: Number = math.nan
     """‖y′ − y‖/‖y‖ of the model's outputs on the compared tokens."""
     first_error: Number = math.nan
@@ -167,7 +167,7 @@ class Preview(Record):
     cache_bytes: int
     """Bytes of the cache of the original. 0 without a cache."""
     windowed: bool = False
-    """True if a layer keeps a window. `QuantizedCache` of transformers refuses such models."""
+    """True if a layer keeps a window, which is not quantized. `QuantizedCache` refuses such models."""
     rows: list[PreviewRow] = Field(default_factory=list)
 
     def recommended(self, purpose: Literal["memory", "size", "speed"]) -> PreviewRow | None:

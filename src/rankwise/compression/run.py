@@ -82,8 +82,8 @@ def compress(
 
     Each part is tried on the model before the work begins. Layers for which the trial fails are skipped and
     reported.
-    Cost: two passes over `batches`, whose queries and keys stay in memory; 32 softmaxes per head of
-    16 sequences; with `calibrate`, three softmaxes per step.
+    Cost: two passes over `batches`, whose queries and keys stay in memory; a softmax per channel of a head
+    of 16 sequences, or of all with a tolerance; with `calibrate`, three softmaxes per step.
 
     Args:
         model: any module; it is changed in place. Its class, attention code and configuration stay.
@@ -174,7 +174,7 @@ def compress(
             with ExitStack() as applied:
                 for name, job in jobs.items():
                     if solutions:  # find the layers again, because earlier parts changed them
-                        job.found = find_part(name, model, data[0])
+                        job.found, job.kept = find_part(name, model, data[0]), {}
                     solutions[name] = solve_part(name, job)
                     applied.enter_context(solutions[name].change)
                 changes = [solution.change for solution in solutions.values()]
@@ -338,12 +338,7 @@ def _record(
     merged = [merged for solution in every for merged in solution.merged]
     items: list[Any] = [*latents, *heads, *merged]
     numbers = {item.site: item.layer for item in items}
-    kl = {
-        site: cost
-        for solution in every
-        for site, cost in solution.kl.items()
-        if not math.isnan(cost)  # of a part that does not compare attention
-    }
+    kl = {site: cost for solution in every for site, cost in solution.kl.items()}
     layers = [
         LayerCost(site=site, layer=layer, attention_kl=kl.get(site, math.nan))
         for site, layer in numbers.items()
@@ -356,12 +351,7 @@ def _record(
             f"{worst.spread:.2g}: these data do not tell it from 0."
         )
     for name, solution in solutions.items():
-        widths = [
-            *((x.before, x.width) for x in solution.heads),
-            *((x.full_rank, x.rank) for x in solution.latents),
-        ]
-        steps = [block.step for block in solution.blocks]
-        if not (any(old > new for old, new in widths) or solution.merged or any(steps)):
+        if not (solution.change.modules or solution.change.attributes):
             notes.append(f"{name}: nothing was removed. Lower `keep` or raise the tolerance.")
         tolerance = targets[name][1]
         if tolerance is None:

@@ -69,7 +69,7 @@ change of a record. Changes are built in this order."""
 class Structure(BaseModel, extra="forbid"):
     """All changes of a model, in the order in which they are built."""
 
-    format: Literal[2] = 2
+    format: Literal[3] = 3
     changes: list[SavedChange]
 
 

@@ -4,7 +4,7 @@ CONTRIBUTING describes how to add a part.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from itertools import pairwise
@@ -18,6 +18,7 @@ from rankwise._internals.batches import first_sequences, map_tensors, tensors_in
 from rankwise._internals.forward import HALF, Change, Progress, device_of, in_float32, run_model
 from rankwise._internals.linalg import as_float64
 from rankwise.auditing.error_hints import batch_errors
+from rankwise.compression.quantized_cache import is_decoder
 from rankwise.compression.records import BlockRemoval, HeadWidth, LatentRank, MergedKeys
 from rankwise.errors import CompressionError
 from rankwise.importance.losses import real_outputs
@@ -56,6 +57,11 @@ class Job:
     """Statistics that a part keeps for its jobs with other targets, on the same model and data."""
     uniform: bool = False
     """If True, the part ``heads`` removes as many heads from each layer."""
+
+    @property
+    def short(self) -> Any:
+        """Two sequences of the calibration data, for trials."""
+        return to_device(first_sequences(self.batches[0], 2), device_of(self.model))
 
 
 @dataclass
@@ -116,34 +122,41 @@ def _module(part: str, what: str) -> Any:
 
 def keep_passing(
     model: nn.Module,
-    batch: Any,
     found: tuple[list[Layer], dict[str, str]],
-    trial: Callable[[nn.Module, list[Layer]], Change],
-    reason: str,
+    trial: Callable[[list[Layer]], str],
     expected: str,
-    outputs: Callable[[nn.Module, Any], list[Tensor]] = lambda model, batch: [main_output(model, batch)],
 ) -> tuple[list[Layer], dict[str, str]]:
-    """Return the layers whose trial change does not change the outputs, and why each other layer is left out.
+    """Return the layers that pass a trial, and why each other layer is left out.
 
-    All layers are tried together. If this trial fails, each layer is tried alone. Padded tokens do not count.
-    Raise `NoLayersError`, with the text `expected`, if no layer is left.
+    `trial` returns why some layers fail together, "" if they pass. All layers are tried together. If this
+    trial fails, each layer is tried alone. Raise `NoLayersError`, with `expected`, if no layer is left.
     """
     layers, skipped = found
+    if layers and trial(layers):
+        reasons = {layer.name: trial([layer]) for layer in layers}
+        skipped = skipped | {name: reason for name, reason in reasons.items() if reason}
+        layers = [layer for layer in layers if not reasons[layer.name]]
+    check_some(model, layers, skipped, expected)
+    return layers, skipped
+
+
+def same_outputs(
+    model: nn.Module,
+    batch: Any,
+    change: Callable[[nn.Module, list[Layer]], Change],
+    reason: str,
+    outputs: Callable[[nn.Module, Any], list[Tensor]] = lambda model, batch: [main_output(model, batch)],
+) -> Callable[[list[Layer]], str]:
+    """Return a trial that fails, with a reason, if a change of layers changes outputs of real tokens."""
     before, real = output_and_mask(model, batch)
     before, bound = before[real], torch.finfo(before.dtype).eps ** 0.5
 
-    def same(some: list[Layer]) -> bool:
-        with trial(model, some):
+    def trial(layers: list[Layer]) -> str:
+        with change(model, layers):
             after = outputs(model, batch)
-        return all(relative_error(output[real], before) <= bound for output in after)
+        return "" if all(relative_error(output[real], before) <= bound for output in after) else reason
 
-    if layers and not same(layers):
-        passing = [layer for layer in layers if same([layer])]
-        names = {layer.name for layer in passing}
-        skipped = skipped | {layer.name: reason for layer in layers if layer.name not in names}
-        layers = passing
-    check_some(model, layers, skipped, expected)
-    return layers, skipped
+    return trial
 
 
 # --- outputs ---------------------------------------------------------------------------------------------
@@ -166,13 +179,15 @@ def output_and_mask(model: nn.Module, batch: Any) -> tuple[Tensor, Bool[Tensor, 
 def at_once_and_in_halves(model: nn.Module, batch: Any) -> list[Tensor]:
     """Return the output for a text that is read at once and, if possible, in halves with a cache.
 
-    The last token is read alone, as in generation. Halves need at least two tokens, and a batch of token ids
-    with no other arguments than a mask and labels.
+    The last token is read alone, as in generation. Halves need a decoder, at least two tokens, and a batch of
+    token ids with no other arguments than a mask and labels.
     """
     whole = main_output(model, batch)
-    ids, mask = batch.get("input_ids"), batch.get("attention_mask")
-    if ids is None or ids.shape[1] < 2 or set(batch) - {"input_ids", "attention_mask", "labels"}:
+    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    others = set(batch) - {"input_ids", "attention_mask", "labels"} if ids is not None else ()
+    if ids is None or ids.shape[1] < 2 or others or not is_decoder(model):
         return [whole]
+    mask = batch.get("attention_mask")
     cache, logits = None, []
     for first, last in pairwise(sorted({0, ids.shape[1] // 2, ids.shape[1] - 1, ids.shape[1]})):
         part = {"input_ids": ids[:, first:last], "use_cache": True}

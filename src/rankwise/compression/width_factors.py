@@ -20,8 +20,6 @@ from rankwise.measures.required_width import LogitBases, logit_bases
 
 CURVE_SEQUENCES = 16
 """Maximum number of sequences on which a head's curve, attention KL against width, is measured."""
-CURVE_POINTS = 32
-"""Number of evenly spaced widths of a curve. The curve of a wide head also has all smaller widths."""
 RATE = 0.02
 """Learning rate of Adam for factors in whitened coordinates; it falls to zero along a cosine."""
 ROWS = 2**20
@@ -105,45 +103,13 @@ def _mean_divergence(
 # --- closed form ----------------------------------------------------------------------------------------
 
 
-def closed_form(layer: QueryKeyStatistics, widths: list[int]) -> Factors:
-    """Return the factors of least squared error of logits, with the given width for each key head.
-
-    Columns of A and B are scaled so that queries and keys have equal size, for low precision.
-    """
-    groups = layer.projections.groups
-    query, key = torch.zeros_like(layer.query_moments), torch.zeros_like(layer.key_moments)
-    for head, width in enumerate(widths):
-        P, S = layer.query_moments[head], layer.key_moments[head]
-        bases = logit_bases(P, S)
-        a, b = bases.query[:, :width], bases.key[:, :width]
-        size_q = (a * (P / groups @ a)).sum(0).clamp(min=1e-300)
-        size_k = (b * (S @ b)).sum(0).clamp(min=1e-300)
-        balance = (size_k / size_q) ** 0.25
-        query[head, :, :width], key[head, :, :width] = a * balance, b / balance
-    return Factors(query.repeat_interleave(groups, 0), key, [list(range(width)) for width in widths])
-
-
 def head_curves(layer: QueryKeyStatistics) -> list[Curve]:
-    """Return the curve of each key head: attention KL of the closed form at several widths."""
-    widths = curve_widths(layer.projections.width)
+    """Return the curve of each key head of a layer without pairs: attention KL at all widths."""
+    widths = [*range(1, layer.projections.width + 1)]
     samples = first_samples(layer.samples, CURVE_SEQUENCES)
     bases = [logit_bases(P, S) for P, S in zip(layer.query_moments, layer.key_moments, strict=True)]
     by_key = width_curves(samples, bases, widths).unflatten(0, (-1, layer.projections.groups)).mean(1)
     return [(widths, losses) for losses in by_key.tolist()]
-
-
-def curve_widths(width: int) -> list[int]:
-    """Return the widths of a curve, from 1 to K. These are all widths if K is at most 32.
-
-    For larger K, they are multiples of a step, K, and all widths below the step.
-
-    Examples:
-        >>> curve_widths(4), len(curve_widths(128)), curve_widths(128)[:6]
-        ([1, 2, 3, 4], 35, [1, 2, 3, 4, 8, 12])
-    """
-    step = -(-width // CURVE_POINTS)
-    small = range(1, step) if step > 1 else ()
-    return sorted({*small, *range(step, width + 1, step), width})
 
 
 # --- rotary pairs ---------------------------------------------------------------------------------------
@@ -175,15 +141,22 @@ def units_of(layer: QueryKeyStatistics) -> list[list[int]]:
 
 
 def whole_factors(layer: QueryKeyStatistics) -> Factors:
-    """Return factors that change no logit: identity for pairs, the closed form for other channels."""
+    """Return factors that change no logit: identity for pairs, the closed form for other channels.
+
+    Columns of the closed form are scaled so that queries and keys have equal size, for low precision.
+    """
     side = layer.projections
     free = torch.tensor(side.unrotated, dtype=torch.long)
     key = torch.eye(side.width, dtype=torch.float64).repeat(side.key_heads, 1, 1)
     query = key.clone()
     for head in range(side.key_heads if len(free) else 0):
         block = (head, free[:, None], free[None])
-        bases = logit_bases(layer.query_moments[block], layer.key_moments[block])
-        query[block], key[block] = bases.query, bases.key
+        P, S = layer.query_moments[block], layer.key_moments[block]
+        bases = logit_bases(P, S)
+        size_q = (bases.query * (P / side.groups @ bases.query)).sum(0).clamp(min=1e-300)
+        size_k = (bases.key * (S @ bases.key)).sum(0).clamp(min=1e-300)
+        balance = (size_k / size_q) ** 0.25
+        query[block], key[block] = bases.query * balance, bases.key / balance
     every = list(range(side.width))
     return Factors(query.repeat_interleave(side.groups, 0), key, [every] * side.key_heads)
 

@@ -14,7 +14,7 @@ from rankwise._internals.batches import to_device
 from rankwise._internals.forward import Change, Progress, device_of, run_model
 from rankwise._internals.linalg import as_float64
 from rankwise._internals.rotary import PairRotation, fit_rotation
-from rankwise.compression.trials import check_tokens, keep_passing
+from rankwise.compression.trials import check_tokens, keep_passing, same_outputs
 from rankwise.compression.width_modules import Factors, narrow_layers
 from rankwise.errors import CompressionError
 from rankwise.operators import MixingOperator, SoftmaxMixing
@@ -24,14 +24,12 @@ from rankwise.tracing.projections import Projection, QueryKeyProjections, observ
 
 def find(model: nn.Module, batch: Any) -> tuple[list[QueryKeyProjections], dict[str, str]]:
     """Return the layers that allow any basis of queries and keys, and why each other layer is left out."""
+    reason = "its outputs change with the basis of queries and keys: not only inner products read them"
     return keep_passing(
         model,
-        batch,
         find_layers(model, batch),
-        turned,
-        "its outputs change with the basis of queries and keys: not only inner products read them",
-        expected="softmax attention whose queries and keys are outputs of linear layers, rotated by position "
-        "or not",
+        same_outputs(model, batch, turned, reason),
+        "softmax attention whose queries and keys are outputs of linear layers, rotated by position or not",
     )
 
 

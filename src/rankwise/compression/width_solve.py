@@ -1,24 +1,21 @@
 """The part ``width``: factors for queries and keys, one budget of widths over all heads, and calibration.
 
-A layer without rotary positions gets factors in closed form. A layer with rotary positions loses the pairs of
-channels that cost least.
+A layer without rotary positions gets factors in closed form, whose last columns are removed. A layer with
+rotary positions loses the pairs of channels that cost least.
 """
 
 import math
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 
-from rankwise._internals.statistics import mean
 from rankwise.compression.records import HeadWidth
 from rankwise.compression.trials import Job, Solution
 from rankwise.compression.width_factors import (
     Curve,
+    Order,
     calibrate,
-    closed_form,
     greedy_orders,
     head_curves,
     kept_factors,
@@ -29,27 +26,25 @@ from rankwise.compression.width_find import QueryKeyStatistics, check_statistics
 from rankwise.compression.width_modules import Factors, narrow_layers
 from rankwise.errors import CompressionError
 
-ATTEMPTS = 6
-"""Maximum number of times that widths are chosen for a tolerance."""
-
 
 @dataclass
 class Candidate:
-    """Layer to narrow: its statistics, its curves, and a function from widths to uncalibrated factors."""
+    """Layer to narrow, factors that change no logit, and the removal order of each key head."""
 
     statistics: QueryKeyStatistics
-    curves: list[Curve]
-    """Widths and attention KL of each key head."""
-    start: Callable[[list[int]], Factors]
-    """Function from the widths of the key heads to factors."""
+    whole: Factors
+    orders: list[Order]
+
+    def factors(self, widths: list[int]) -> Factors:
+        """Return uncalibrated factors for the widths of the key heads."""
+        return kept_factors(self.statistics, self.whole, self.orders, widths)
 
 
 def solve(job: Job) -> Solution:
     """Return the change to narrow queries and keys: choose widths, then calibrate and measure the factors.
 
-    A curve is the attention KL of a key head by width, measured on the first sequences. If the KL on all
-    calibration data exceeds the tolerance, measure the curves again on all data. If the KL is still too high,
-    choose the widths again for a stricter tolerance.
+    A curve is the attention KL of a key head by width, measured on the first sequences. With a tolerance, it
+    is measured on all calibration data.
     """
     found, skipped = job.found
     if "layers" not in job.kept:
@@ -59,28 +54,23 @@ def solve(job: Job) -> Solution:
         for statistics in collected:
             name, done = statistics.projections.name, len(candidates) / len(collected)
             job.on_progress(f"measuring widths of {name}", done)
-            candidates.append(_candidate(statistics, job))
+            full = whole_factors(statistics)
+            if len(statistics.projections.pairs):
+                orders = greedy_orders(statistics, full, job.seed)
+            else:  # columns of the closed form are in descending order
+                last_first = [*range(statistics.projections.width)][::-1]
+                orders = [Order(last_first, *curve) for curve in head_curves(statistics)]
+            candidates.append(Candidate(statistics, full, orders))
         job.kept["layers"] = candidates
     layers: list[Candidate] = job.kept["layers"]
+    widths = allocate_widths([_curves(layer, job) for layer in layers], job.keep, job.tolerance)
+    starts = [layer.factors(chosen) for layer, chosen in zip(layers, widths, strict=True)]
     collected = [layer.statistics for layer in layers]
-    aim, rotated = job.tolerance, [len(layer.projections.pairs) > 0 for layer in collected]
-    for attempt in range(ATTEMPTS):
-        widths = allocate_widths([layer.curves for layer in layers], job.keep, aim, rotated)
-        starts = [layer.start(chosen) for layer, chosen in zip(layers, widths, strict=True)]
-        costs = [_by_key(layer.statistics, factors) for layer, factors in zip(layers, starts, strict=True)]
-        cost = mean(chain.from_iterable(costs))
-        whole = all(len(kept) == len(factors.key[0]) for factors in starts for kept in factors.kept)
-        if job.tolerance is None or aim is None or cost <= job.tolerance or whole:
-            break
-        if attempt == 0:
-            for done, layer in enumerate(layers):
-                name = layer.statistics.projections.name
-                job.on_progress(f"measuring widths of {name} on all data", done / len(layers))
-                layer.curves = _measured(layer)
-        else:
-            aim *= 0.9 * job.tolerance / cost
+    whole = all(len(kept) == len(factors.key[0]) for factors in starts for kept in factors.kept)
     if whole:  # the model keeps its projections, so its costs are exactly 0, without rounding errors
-        costs = [[0.0] * len(losses) for losses in costs]
+        costs = [[0.0] * len(chosen) for chosen in widths]
+    else:
+        costs = [_by_key(layer, factors) for layer, factors in zip(collected, starts, strict=True)]
     heads: list[HeadWidth] = []
     plan: dict[str, Factors] = {}
     for statistics, factors, before in zip(collected, starts, costs, strict=True):
@@ -118,19 +108,13 @@ def solve(job: Job) -> Solution:
     )
 
 
-def _candidate(layer: QueryKeyStatistics, job: Job) -> Candidate:
-    if not len(layer.projections.pairs):
-        return Candidate(layer, head_curves(layer), partial(closed_form, layer))
-    whole = whole_factors(layer)
-    orders = greedy_orders(layer, whole, job.seed)
-    curves = [(order.widths, order.losses) for order in orders]
-    return Candidate(layer, curves, partial(kept_factors, layer, whole, orders))
-
-
-def _measured(layer: Candidate) -> list[Curve]:
-    """Return the curves of a layer's key heads, with attention KL measured on all calibration data."""
-    widths = [widths for widths, _ in layer.curves]
-    losses = [_by_key(layer.statistics, layer.start(list(each))) for each in zip(*widths, strict=True)]
+def _curves(layer: Candidate, job: Job) -> list[Curve]:
+    """Return the curves of a layer's key heads. With a tolerance, attention KL is of all calibration data."""
+    if job.tolerance is None:
+        return [(order.widths, order.losses) for order in layer.orders]
+    job.on_progress(f"measuring widths of {layer.statistics.projections.name} on all data", math.nan)
+    widths = [order.widths for order in layer.orders]
+    losses = [_by_key(layer.statistics, layer.factors(list(each))) for each in zip(*widths, strict=True)]
     return list(zip(widths, map(list, zip(*losses, strict=True)), strict=True))
 
 
@@ -169,15 +153,11 @@ def _widened(curves: list[Curve], steps: list[tuple[int, float]]) -> list[int]:
 
 
 def allocate_widths(
-    curves: list[list[Curve]],
-    keep: float | int | None,
-    tolerance: float | int | None,
-    measured_only: list[bool],
+    curves: list[list[Curve]], keep: float | int | None, tolerance: float | int | None
 ) -> list[list[int]]:
     """Return the width of each key head, by layer, for a share of all widths or for a tolerance.
 
-    `measured_only` is True for layers that can have only the widths of their curves. Widths between these are
-    rounded down for a share, and up for a tolerance.
+    A width between two widths of a curve, inside of a rotary pair, is rounded down.
     """
     every = [*chain.from_iterable(curves)]
     if tolerance is not None:
@@ -185,14 +165,7 @@ def allocate_widths(
     else:
         assert keep is not None
         widths = iter(widths_under_budget(every, round(keep * sum(sizes[-1] for sizes, _ in every))))
-
-    def rounded(sizes: list[int], width: int) -> int:
-        return sizes[bisect_right(sizes, width) - 1 if tolerance is None else bisect_left(sizes, width)]
-
-    return [
-        [rounded(sizes, next(widths)) if rounds else next(widths) for sizes, _ in heads]
-        for heads, rounds in zip(curves, measured_only, strict=True)
-    ]
+    return [[sizes[bisect_right(sizes, next(widths)) - 1] for sizes, _ in heads] for heads in curves]
 
 
 def widths_under_budget(curves: list[Curve], budget: int) -> list[int]:
@@ -219,14 +192,18 @@ def widths_under_budget(curves: list[Curve], budget: int) -> list[int]:
 def widths_for_tolerance(curves: list[Curve], tolerance: float) -> list[int]:
     """Return the least widths, in the order of `widths_under_budget`, with mean KL within a tolerance.
 
+    The last step along a line of a hull goes to its end, a width of the curve, because the KL of the widths
+    before the end may lie above the line.
+
     Examples:
         >>> widths_for_tolerance([([1, 2, 4], [1.0, 0.1, 0.0]), ([1, 2, 4], [0.3, 0.2, 0.15])], 0.2)
         [2, 1]
     """
     excess = sum(losses[0] for _, losses in curves) - tolerance * len(curves)
-    steps = hull_steps(curves)
-    for count, (_, gain) in enumerate(steps):
-        if excess <= 1e-9 * gain:
-            return _widened(curves, steps[:count])
-        excess -= gain
-    return _widened(curves, steps)
+    taken: list[tuple[int, float]] = []
+    for step in hull_steps(curves):
+        if excess <= 1e-9 * step[1] and step not in taken[-1:]:
+            break
+        excess -= step[1]
+        taken.append(step)
+    return _widened(curves, taken)

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float64
 from torch import Tensor
 
-from rankwise._internals.linalg import float64_device
+from rankwise._internals.linalg import float64_device, roots_of
 from rankwise._internals.statistics import WIDTH_TOLERANCE
 from rankwise.errors import in_range
 from rankwise.measures.registry import all_finite
@@ -42,7 +42,7 @@ def logit_bases(query: Float64[Tensor, "K K"], key: Float64[Tensor, "K K"]) -> L
     query heads that share one key head, pass the sum of their P: the bases then fit all these heads.
     Cost: two eigendecompositions, O(K³) time.
     """
-    root, inverse = _roots(key)
+    root, inverse = roots_of(key, RIDGE)
     vectors = torch.linalg.eigh(root @ query @ root).eigenvectors.flip(-1)
     return LogitBases(root @ vectors, inverse @ vectors)
 
@@ -51,23 +51,11 @@ def logit_energy(
     query: Float64[Tensor, "*batch K K"], key: Float64[Tensor, "*batch K K"]
 ) -> Float64[Tensor, "*batch K"]:
     """Return σ_i² of P^½ S^½, descending; the best rank-r logits have the squared error Σ_{i>r} σ_i²."""
-    root = torch.linalg.cholesky(_with_ridge(key)[0])  # σ² of P^½ L are σ² of P^½ S^½, as S = L Lᵀ
+    trace = key.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True)
+    ridge = RIDGE * trace.clamp(min=1e-300) / key.shape[-1]  # above rounding errors of S up to K = 1,000
+    # σ² of P^½ L are σ² of P^½ S^½, as S = L Lᵀ
+    root = torch.linalg.cholesky(key + torch.diag_embed(ridge.expand_as(key[..., 0])))
     return torch.linalg.eigvalsh(root.mT @ query @ root).flip(-1).clamp(min=0)
-
-
-def _roots(moments: Float64[Tensor, "*batch K K"]) -> tuple[Tensor, Tensor]:
-    """Return S^½ and S^−½ of second moments S plus a small ridge that makes them invertible."""
-    moments, ridge = _with_ridge(moments)
-    values, vectors = torch.linalg.eigh(moments)
-    roots = torch.maximum(values, ridge).sqrt()[..., None, :]
-    return (vectors * roots) @ vectors.mT, (vectors / roots) @ vectors.mT
-
-
-def _with_ridge(moments: Float64[Tensor, "*batch K K"]) -> tuple[Tensor, Tensor]:
-    """Return S plus the ridge, and the ridge. The ridge is above rounding errors of S up to K = 1,000."""
-    trace = moments.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True)
-    ridge = RIDGE * trace.clamp(min=1e-300) / moments.shape[-1]
-    return moments + torch.diag_embed(ridge.expand_as(moments[..., 0])), ridge
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,20 @@ from rankwise.compression.records import (
     WindowCost,
 )
 from rankwise.report.document import Document, Section, Table, nonempty
-from rankwise.report.format import model_name
+from rankwise.report.format import count, model_name
 
 
 def compression_document(record: Compression) -> Document:
     """Return the report on a compression: cost, savings, remaining width per head, layers and next steps."""
     removed = [head for head in record.heads if head.part == "heads"]
     narrowed = [head for head in record.heads if head.part != "heads"]
-    left_out = [[site, reason] for site, reason in record.left_out.items()]
+    sites: dict[str, list[str]] = {}
+    for site, reason in record.left_out.items():
+        sites.setdefault(reason, []).append(site)
+    left_out = [
+        [f"{first} and {count(len(others), 'other')}" if others else first, reason]
+        for reason, (first, *others) in sites.items()
+    ]
     left = Table("Unchanged", ["layer", "why"], left_out)
     return Document(
         command="Rankwise compress",
@@ -173,6 +179,16 @@ def way_name(row: PreviewRow) -> str:
 
 COLUMNS = ["way", "loss added", "±", "tokens", "cache", "share", "parameters"]
 KEPT_KEYS = f"{KEPT_KEY_BYTES / 2**20:.0f} MB"
+WINDOWED = """\
+from transformers.cache_utils import Cache, DynamicSlidingWindowLayer, HQQQuantizedLayer
+config = model.config.get_text_config()
+window = config.sliding_window
+layers = [
+    DynamicSlidingWindowLayer(window) if kind == "sliding_attention" else HQQQuantizedLayer({bits})
+    for kind in config.layer_types
+]
+model.generate(ids, past_key_values=Cache(layers=layers))"""
+"""Code for quantized layers between windows, for which `QuantizedCache` has no option."""
 PURPOSES: dict[Literal["memory", "size", "speed"], str] = {
     "memory": "For memory", "size": "For fewer parameters", "speed": "For speed"
 }  # fmt: skip
@@ -210,7 +226,7 @@ def preview_document(record: Preview, command: str = "") -> Document:
         options = f'{{"backend": "hqq", "nbits": {row.bits}}}'
         quantized = f'model.generate(ids, cache_implementation="quantized", cache_config={options})'
         if record.windowed:
-            quantized = f"# {way_name(row)}: QuantizedCache of transformers takes no model with windows"
+            quantized = WINDOWED.format(bits=row.bits)
         compressed = f"{command} --parts {row.part} --keep {row.keep:g}" + " --uniform" * row.uniform
         code.append(compressed if row.part else quantized)
     same = PreviewRow(part="unchanged", parameters=record.parameters, cache_bytes=record.cache_bytes)

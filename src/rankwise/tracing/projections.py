@@ -92,9 +92,8 @@ def not_linear(model: nn.Module, name: str) -> str:
     if any(is_adapter(model, module) for module in (name, outer, outer.rpartition(".")[0])):
         return "whose adapter is not merged: `merge_and_unload()` of peft merges it"
     module = model.get_submodule(name)
-    if linear_parts(module) is not None:
-        return ""
-    return getattr(module, "reason", f"which is of class {type(module).__name__}, not nn.Linear")
+    linear = linear_parts(module) is not None
+    return "" if linear else f"which is of class {type(module).__name__}, not nn.Linear"
 
 
 def is_adapter(model: nn.Module, name: str) -> bool:
