@@ -107,12 +107,13 @@ def test_a_sink_can_be_removed_if_its_exact_cost_is_small(cost, exact, meaning, 
 @pytest.mark.parametrize(("parameters", "acts"), [(10_000, True), (100_000, False)])
 def test_a_cheap_head_that_saves_too_little_is_no_action(changes, parameters, acts):
     usual = {"head_dim": 16, "max_token_mass": 0.1, "tokens": 64.0, "sources": 64.0, "full_rank": 64.0}
+    other = records.encoder().heads[0].model_copy(update={**usual, "head": 1})  # it stays
     one = records.encoder().heads[0].model_copy(update={**usual, **changes})
     one = one.model_copy(update={"importance": HeadImportance(exact=0.002), "removal_cost": 0.002})
     states = [records.token_state(0, 0.9, stack=one.stack, hidden_size=16)]
     about = records.provenance(parameters=parameters)
     (finding,) = (
-        x for x in diagnose([one], states, [], importance_record(), about) if x.severity == "warning"
+        x for x in diagnose([one, other], states, [], importance_record(), about) if x.severity == "warning"
     )
     assert ("the savings are too small" in finding.remedy.no_action) == (not acts)
     assert finding.remedy.code == 'rw.compress(model, batches, parts="heads", tolerance=0.01)'
@@ -125,11 +126,12 @@ def test_exact_costs_are_an_action_only_if_they_can_lead_to_one(parameters):
     """The exact audit of the same head has an action if the estimated one has."""
     sink = {"head_dim": 16, "max_token_mass": 0.97, "tokens": 64.0, "sources": 64.0, "full_rank": 64.0}
     one = records.encoder().heads[0].model_copy(update=sink)
+    other = one.model_copy(update={"head": 1, "max_token_mass": 0.1})  # it stays
     states = [records.token_state(0, 0.9, stack=one.stack, hidden_size=16)]
     about, acts = records.provenance(parameters=parameters), []
     for known in (HeadImportance(estimate=0.3), HeadImportance(exact=0.002)):
         head = one.model_copy(update={"importance": known, "removal_cost": known.cost})
-        found = diagnose([head], states, [], importance_record(), about)
+        found = diagnose([head, other], states, [], importance_record(), about)
         (finding,) = (finding for finding in found if finding.code == "SINK")
         acts.append(not finding.remedy.no_action)
     assert acts == [parameters == 10_000] * 2

@@ -123,6 +123,8 @@ class CacheSize(Record):
     tokens: int
     before: int
     after: int
+    kept: int = 0
+    """Bytes of decoded keys that stay next to the latents of one sequence."""
 
 
 PAYS_COST, PAYS_SIZE, PAYS_TIME = 0.01, 0.95, 0.9
@@ -144,6 +146,8 @@ class PreviewRow(Record):
     """Largest cost over lengths."""
     parameters: int = 0
     cache_bytes: int = 0
+    kept_bytes: int = 0
+    """Bytes of decoded keys that stay next to the latents of one sequence."""
     time: Number = math.nan
     """Time of a decoding step or of a pass, relative to the original. NaN if it was not measured."""
     refused: str = ""
@@ -173,17 +177,20 @@ class Preview(Record):
     def recommended(self, purpose: Literal["memory", "size", "speed"]) -> PreviewRow | None:
         """Return the row with the least cache, parameters or time among those that pay. None if none pays.
 
-        Latents in 8 bits are left out, because no cache implements them.
+        Left out are latents in 8 bits, which no cache implements, and keys and values of fewer than 8 bits:
+        caches of transformers quantize keys by token, where these rows quantize them by channel.
         """
         before = {"memory": self.cache_bytes, "size": self.parameters, "speed": 1.0}[purpose]
 
         def size(row: PreviewRow) -> float:
-            return {"memory": row.cache_bytes, "size": row.parameters, "speed": row.time}[purpose]
+            return {"memory": row.cache_bytes + row.kept_bytes, "size": row.parameters, "speed": row.time}[
+                purpose
+            ]
 
         paying = [
             row
             for row in self.rows
-            if not row.refused and not (row.part and row.bits)
+            if not row.refused and row.bits in ((0,) if row.part else (8,))
             if row.relative_cost <= PAYS_COST
             if 0 < size(row) <= (PAYS_TIME if purpose == "speed" else PAYS_SIZE) * before
         ]

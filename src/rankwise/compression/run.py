@@ -398,7 +398,7 @@ def _record(
         f"{row.bits}-bit keys and values cost less, {row.cost.cost:+.4f}, in {row.cache_bytes:,} bytes: "
         "quantize the cache of the original instead."
         for row in record.quantized
-        if not row.refused and list(solutions) == ["kv"]
+        if not row.refused and list(solutions) == ["kv"] and row.bits == 8  # caches lose more with fewer
         if row.cost.cost < worst.cost and row.cache_bytes <= record.kept_cache.after
     ]
     return record.model_copy(update={"notes": notes})

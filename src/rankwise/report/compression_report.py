@@ -91,6 +91,8 @@ def _headline(record: Compression, removed: list[HeadWidth], narrowed: list[Head
         for noun, before, after in sizes
         if before
     )
+    if (size := record.kept_cache).kept:
+        saving += f" ({(size.after + size.kept) / size.before:.0%} of the bytes with kept keys)"
     where = f"{record.measured_on} of {worst.tokens:,} tokens" if worst.tokens else record.measured_on
     return f"{done[:1].upper()}{done[1:]}: {cost} on {where}{saving}."
 
@@ -124,7 +126,10 @@ def _costs(record: Compression) -> Table:
 
 def _savings(record: Compression) -> Table:
     sizes = [("parameters", record.parameters_before, record.parameters_after)]
-    sizes += [(f"bytes of cache, {size.tokens:,} tokens", size.before, size.after) for size in record.cache]
+    for size in record.cache:
+        sizes.append((f"bytes of cache, {size.tokens:,} tokens", size.before, size.after))
+        if size.kept:
+            sizes.append(("with kept keys", size.before, size.after + size.kept))
     rows = [
         [name, f"{before:,}", f"{after:,}", f"{after / before:.3f}" if before else MISSING]
         for name, before, after in sizes
@@ -134,8 +139,8 @@ def _savings(record: Compression) -> Table:
         numbers = (format_number(number, 2) for number in (before, after, after / before))
         rows.append([f"{record.timed}, ms", *numbers])
     note = (
-        f"Latents: each layer also keeps up to {KEPT_KEYS} of decoded keys, for all sequences of a batch "
-        "together. Bytes of cache do not count them. Steps are slower, most of all beyond these keys."
+        f"Bytes of one sequence. Kept keys: up to {KEPT_KEYS} of decoded keys per layer, for all sequences "
+        "of a batch together, so that small caches do not shrink. Steps are slower beyond these keys."
     )
     return Table(
         "Savings", ["", "before", "after", "after/before"], rows, note=note if record.latents else ""
@@ -154,9 +159,11 @@ def _blocks(record: Compression) -> Table:
 def _quantized(record: Compression) -> Table:
     size = record.kept_cache
     rows = [PreviewRow(part="kv", cost=record.worst, cache_bytes=size.after), *record.quantized]
-    cells = [_cells(row, size.before)[:-1] for row in rows if record.quantized and not row.refused]
+    shown = [0, 1, 2, 4, 5]  # without tokens and parameters
+    rows = [row for row in rows if record.quantized and not row.refused]
+    cells = [[_cells(row, size.before)[number] for number in shown] for row in rows]
     note = f"Cache: bytes of a sequence of {size.tokens:,} tokens."
-    return Table("Next to quantized caches", COLUMNS[:-1], cells, note=note)
+    return Table("Next to quantized caches", [COLUMNS[number] for number in shown], cells, note=note)
 
 
 def _cells(row: PreviewRow, cache: int) -> list[str]:
@@ -184,7 +191,7 @@ from transformers.cache_utils import Cache, DynamicSlidingWindowLayer, HQQQuanti
 config = model.config.get_text_config()
 window = config.sliding_window
 layers = [
-    DynamicSlidingWindowLayer(window) if kind == "sliding_attention" else HQQQuantizedLayer({bits})
+    DynamicSlidingWindowLayer(window) if kind == "sliding_attention" else HQQQuantizedLayer({bits}, 1, 1)
     for kind in config.layer_types
 ]
 model.generate(ids, past_key_values=Cache(layers=layers))"""
@@ -202,8 +209,8 @@ def preview_document(record: Preview, command: str = "") -> Document:
     chosen = {purpose: record.recommended(purpose) for purpose in PURPOSES}
     sizes: dict[str, Callable[[PreviewRow], str]] = {
         "memory": lambda row: (
-            f"{row.cache_bytes / record.cache_bytes:.0%} of the cache"
-            + f" and {KEPT_KEYS} of keys per layer" * (row.part == "kv")
+            f"{(row.cache_bytes + row.kept_bytes) / record.cache_bytes:.0%} of the cache"
+            + ", kept keys included" * (row.kept_bytes > 0)
         ),
         "size": lambda row: f"{row.parameters / record.parameters:.0%} of the parameters",
         "speed": lambda row: f"{row.time:.0%} of the time",
@@ -223,10 +230,11 @@ def preview_document(record: Preview, command: str = "") -> Document:
         said.append(f"Nothing pays {' or '.join(none)}.")
     code = []
     for row in {way_name(row): row for row in chosen.values() if row}.values():
-        options = f'{{"backend": "hqq", "nbits": {row.bits}}}'
+        options = f'{{"backend": "hqq", "nbits": {row.bits}, "axis_key": 1, "axis_value": 1}}'
         quantized = f'model.generate(ids, cache_implementation="quantized", cache_config={options})'
         if record.windowed:
             quantized = WINDOWED.format(bits=row.bits)
+        quantized += "  # needs the package hqq"
         compressed = f"{command} --parts {row.part} --keep {row.keep:g}" + " --uniform" * row.uniform
         code.append(compressed if row.part else quantized)
     same = PreviewRow(part="unchanged", parameters=record.parameters, cache_bytes=record.cache_bytes)
@@ -239,7 +247,9 @@ def preview_document(record: Preview, command: str = "") -> Document:
     note = (
         f"Measured on {record.measured_on}, at the length of windows (tokens) with the largest cost. "
         f"Cache: bytes of a sequence of {record.cache_tokens:,} tokens. Numbers of few bits are simulated: "
-        "groups of 64 share a scale and a zero, which count as bytes. Time: of a decoding step or of a pass."
+        "groups of 64 (tokens of keys, channels of values) share a scale and a zero, which count as bytes. "
+        "Caches of transformers quantize keys by token, which can cost more below 8 bits. Time: of a "
+        "decoding step or of a pass."
     )
     tables = [
         Table("Ways", [*COLUMNS, "time"], cells, note=note),
