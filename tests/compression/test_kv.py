@@ -250,6 +250,10 @@ def test_the_demo_keeps_its_loss_at_a_quarter_of_its_cache(tmp_path: Path) -> No
     done = rw.compress(model, batches[:1], keep=0.25, parts=("kv",), held_out=batches[1:])
     assert done.kept_cache.after * 4 == done.kept_cache.before == 4096 * done.kept_cache.tokens
     assert done.worst.loss_after <= done.worst.loss_before + 0.017
+    with torch.no_grad():
+        cache = model(tokens[:2].view(1, -1), use_cache=True).past_key_values
+    assert done.kept_cache.tokens == cache.get_seq_length() == 256
+    assert done.kept_cache.kept == sum(layer.kept.nbytes for layer in cache.layers)
     page = done.to_html(tmp_path / "page.html").read_text(encoding="utf-8")
     assert "75.0% fewer bytes of cache at" in page
     assert "rank that loses nothing" in page

@@ -71,8 +71,10 @@ def test_rows_are_the_outcome_of_compress(part: str) -> None:
         assert row.cost.loss_added == pytest.approx(outcome.worst.loss_added, rel=1e-6, abs=1e-9)
         assert (row.cost.tokens, row.parameters) == (outcome.worst.tokens, outcome.parameters_after)
         assert (row.cache_bytes, done.cache_bytes) == (outcome.kept_cache.after, outcome.kept_cache.before)
+        assert row.kept_bytes == outcome.kept_cache.kept
         better = [
-            other.cache_bytes <= row.cache_bytes and other.cost.loss_added < outcome.worst.loss_added
+            other.cache_bytes <= row.cache_bytes + row.kept_bytes
+            and other.cost.loss_added < outcome.worst.loss_added
             for other in outcome.quantized[:1]  # 8 bits
         ]
         advised.append(any("quantize the cache of the original" in note for note in outcome.notes))

@@ -20,7 +20,7 @@ from rankwise._internals.torch_private import preserve_state
 from rankwise.auditing.batches import longest_sequence
 from rankwise.compression.kv_modules import LatentProjection
 from rankwise.compression.quantized_cache import GROUP, is_decoder, quantized_cache
-from rankwise.compression.records import CACHE_TOKENS, KEPT_KEY_BYTES, CacheSize, PreviewRow, WindowCost
+from rankwise.compression.records import CACHE_TOKENS, CacheSize, PreviewRow, WindowCost
 from rankwise.errors import InputError, RankwiseError, first_line
 from rankwise.importance.loss_choice import choose_loss, model_loss
 from rankwise.importance.losses import DivergenceLoss, SequenceLosses, real_outputs, token_logits
@@ -76,20 +76,19 @@ def evaluate(
     new = snapshot(model, batches)
     costs = costs_by_length(model, batches, lengths, changes, old, new)
     longest = longest_text(model)
-    latents = any(isinstance(module, LatentProjection) for module in model.modules())
     cache = [
         CacheSize(
             tokens=tokens,
             before=cache_bytes(old.cache, tokens),
             after=cache_bytes(new.cache, tokens),
-            kept=kept_keys(old.cache, new.cache, tokens) if latents else 0,
+            kept=kept_keys(model, tokens),
         )
         for tokens in sorted({min(tokens, longest) for tokens in (*SIZES, longest)})
         if old.cache
     ]
     sizes = {"parameters_before": old.parameters, "parameters_after": new.parameters}
     fields: dict[str, Any] = {"costs": costs, "cache": cache, **sizes}
-    if latents:
+    if kept_keys(model, 1):
         on_progress("comparing with quantized caches", math.nan)
         with original(changes):
             ways = {bits: [partial(quantized_cache, model, bits)] for bits in (8, 4)}
@@ -145,6 +144,7 @@ def measure_row(
             after = snapshot(model, batches)
             costs = costs_by_length(model, batches, lengths, changes, before, after, not after.losses)
             seconds = {} if row.bits else measure_seconds(model, batches[0], changes)
+            kept = kept_keys(model, reference_tokens(model))
     except Exception as error:  # a way that fails must not lose the others
         return row.model_copy(update={"refused": refusal(error)})
     tokens = reference_tokens(model)
@@ -154,7 +154,7 @@ def measure_row(
             "cost": max(costs, key=lambda cost: cost.cost),
             "parameters": after.parameters,
             "cache_bytes": cache_bytes(cache, tokens),
-            "kept_bytes": kept_keys(before.cache, after.cache, tokens) if row.part == "kv" else 0,
+            "kept_bytes": kept,
             "time": seconds["seconds_after"] / seconds["seconds_before"] if seconds else math.nan,
         }
     )
@@ -288,10 +288,15 @@ def cache_bytes(layers: list[CachedLayer], tokens: int) -> int:
     return round(sum(layer.bytes * min(tokens, layer.most or tokens) for layer in layers))
 
 
-def kept_keys(before: list[CachedLayer], after: list[CachedLayer], tokens: int) -> int:
-    """Return the bytes of decoded keys that layers with latents keep for one sequence."""
-    layers = [old for old, new in zip(before, after, strict=False) if new != old]
-    return sum(min(KEPT_KEY_BYTES, old.numbers[0] * old.size * tokens) for old in layers)
+def kept_keys(model: nn.Module, tokens: int) -> int:
+    """Return the bytes of decoded keys that the layers with latents of a model keep for one sequence."""
+    modules = [module for module in model.modules() if isinstance(module, LatentProjection)]
+    total = 0
+    for module in {id(module.state): module for module in modules}.values():
+        layer, size = module.state.layer, next(module.parameters()).element_size()
+        numbers = layer.heads * layer.key_width or sum(count for _, count in layer.key_channels)
+        total += min(module.state.kept_bytes, numbers * size * tokens)
+    return total
 
 
 # --- loss -----------------------------------------------------------------------------------------------

@@ -399,6 +399,7 @@ def _record(
         "quantize the cache of the original instead."
         for row in record.quantized
         if not row.refused and list(solutions) == ["kv"] and row.bits == 8  # caches lose more with fewer
-        if row.cost.cost < worst.cost and row.cache_bytes <= record.kept_cache.after
+        if row.cost.cost < worst.cost
+        if row.cache_bytes <= record.kept_cache.after + record.kept_cache.kept
     ]
     return record.model_copy(update={"notes": notes})

@@ -11,6 +11,7 @@ from rankwise.compression.records import (
     KEPT_KEY_BYTES,
     PAYS_COST,
     PAYS_SIZE,
+    PAYS_TIME,
     Compression,
     HeadWidth,
     Preview,
@@ -187,14 +188,10 @@ def way_name(row: PreviewRow) -> str:
 COLUMNS = ["way", "loss added", "±", "tokens", "cache", "share", "parameters"]
 KEPT_KEYS = f"{KEPT_KEY_BYTES / 2**20:.0f} MB"
 WINDOWED = """\
-from transformers.cache_utils import Cache, DynamicSlidingWindowLayer, HQQQuantizedLayer
-config = model.config.get_text_config()
-window = config.sliding_window
-layers = [
-    DynamicSlidingWindowLayer(window) if kind == "sliding_attention" else HQQQuantizedLayer({bits}, 1, 1)
-    for kind in config.layer_types
-]
-model.generate(ids, past_key_values=Cache(layers=layers))"""
+from transformers.cache_utils import DynamicCache, DynamicLayer, HQQQuantizedLayer
+cache = DynamicCache(config=model.config)
+cache.layers = [HQQQuantizedLayer({bits}, 1, 1) if type(x) is DynamicLayer else x for x in cache.layers]
+model.generate(ids, past_key_values=cache)"""
 """Code for quantized layers between windows, for which `QuantizedCache` has no option."""
 PURPOSES: dict[Literal["memory", "size", "speed"], str] = {
     "memory": "For memory", "size": "For fewer parameters", "speed": "For speed"
@@ -225,7 +222,8 @@ def preview_document(record: Preview, command: str = "") -> Document:
     ]
     none = [words.lower() for purpose, words in PURPOSES.items() if not chosen[purpose]]
     if not said:
-        said = [f"Nothing pays: no way costs at most {PAYS_COST:.0%} {noun} and saves {1 - PAYS_SIZE:.0%}."]
+        least = f"{1 - PAYS_SIZE:.0%} (of the time, {1 - PAYS_TIME:.0%})"
+        said = [f"Nothing pays: no way costs at most {PAYS_COST:.0%} {noun} and saves {least}."]
     elif none:
         said.append(f"Nothing pays {' or '.join(none)}.")
     code = []
