@@ -9,7 +9,7 @@ from statistics import mean, stdev
 from typing import Any
 
 from experiments.coverage import architectures
-from experiments.rank import compress_cache, compress_minilm, initial_ranks
+from experiments.rank import compress_cache, compress_minilm, compress_real, initial_ranks
 from experiments.registry import EXPERIMENTS
 from experiments.render import mean_std
 from experiments.skips import bound_search, collapse_rule
@@ -116,6 +116,11 @@ def numbers_of_the_readme() -> Iterator[str]:
     yield f" | {collapse_rule.COLLAPSED_FAILED} of {collapse_rule.COLLAPSED_RUNS} | "
     cache = [one["keeps"]["0.25"] for one in compress_cache.STUDY.kept()["splits"]]
     yield f" | {mean_std([one['loss_after'] - one['loss_before'] for one in cache])} | "
+    added: dict[str, float] = {}
+    for row in compress_real.STUDY.kept()[compress_real.GEMMA.name]:
+        added.setdefault(row["way"], row.get("added", 0.0))
+    ways = "kv, 0.69", "simulated, 4 bits", "hqq by token, 8 bits"
+    yield f" | {', '.join(f'{added[way]:.3f}' for way in ways)} | "
 
 
 def test_numbers_of_the_readme_are_those_of_the_kept_runs() -> None:

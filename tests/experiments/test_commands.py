@@ -80,7 +80,7 @@ def test_the_page_of_a_study_names_its_command_and_is_in_the_menu_or_evidence(st
 def test_every_measured_row_of_the_readme_names_its_command() -> None:
     part = (ROOT / "README.md").read_text(encoding="utf-8").split("## Measured\n")[1].split("\n## ")[0]
     rows = [line for line in part.splitlines() if line.startswith("|")][2:]
-    assert len(rows) == 6
+    assert len(rows) == 7
     assert all(re.search(r"`(python -m|pytest) ", row) for row in rows)
 
 
