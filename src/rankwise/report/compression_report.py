@@ -172,7 +172,8 @@ def _cells(row: PreviewRow, cache: int) -> list[str]:
     added = cost.loss_added if math.isfinite(cost.loss_before) else cost.output_error
     share = format_number(row.cache_bytes / cache if cache else math.nan, 3)
     costs = [format_number(number, 4) for number in (added, cost.spread)]
-    sizes = f"{row.cache_bytes / 1e6:.3g} MB", share, f"{row.parameters / 1e6:.4g} M"
+    size = f"{row.cache_bytes / 1e6:.3g} MB" if cache else MISSING
+    sizes = size, share, f"{row.parameters / 1e6:.4g} M"
     return [way_name(row), *costs, f"{cost.tokens:,}", *sizes]
 
 
