@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
-from transformers.cache_utils import Cache, DynamicCache, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 import rankwise as rw
 from experiments.rank.compress_minilm import WIDTH, embed, retrieval, weights_alone
@@ -269,17 +269,13 @@ def quantized(package: str, bits: int, model: Any) -> Cache:
         "hqq by token": ("HQQQuantizedLayer", 1, 1),
         "quanto": ("QuantoQuantizedLayer", -1, 0),
     }[package]
-    kinds = getattr(model.config, "layer_types", None) or [""] * model.config.num_hidden_layers
     make = partial(
         getattr(import_module("transformers.cache_utils"), layer),
         nbits=bits, axis_key=keys, axis_value=values, q_group_size=64, residual_length=1,
     )  # fmt: skip
-    window = getattr(model.config, "sliding_window", None)
-    return Cache(
-        layers=[
-            DynamicSlidingWindowLayer(window) if kind == "sliding_attention" else make() for kind in kinds
-        ]
-    )
+    cache = DynamicCache(config=model.config)
+    cache.layers = [make() if type(each) is DynamicLayer else each for each in cache.layers]
+    return cache
 
 
 def rounded(bits: int, model: Any) -> Cache:
@@ -290,7 +286,7 @@ def rounded(bits: int, model: Any) -> Cache:
 
     cache = DynamicCache(config=model.config)
     for layer in cache.layers:
-        if not isinstance(layer, DynamicSlidingWindowLayer):
+        if type(layer) is DynamicLayer:
             layer.update = partial(update, layer, layer.update)
     return cache
 

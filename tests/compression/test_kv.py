@@ -253,7 +253,7 @@ def test_the_demo_keeps_its_loss_at_a_quarter_of_its_cache(tmp_path: Path) -> No
     with torch.no_grad():
         cache = model(tokens[:2].view(1, -1), use_cache=True).past_key_values
     assert done.kept_cache.tokens == cache.get_seq_length() == 256
-    assert done.kept_cache.kept == sum(layer.kept.nbytes for layer in cache.layers)
+    assert done.kept_cache.kept_keys == sum(layer.kept.nbytes for layer in cache.layers)
     page = done.to_html(tmp_path / "page.html").read_text(encoding="utf-8")
     assert "75.0% fewer bytes of cache at" in page
     assert "rank that loses nothing" in page

@@ -71,9 +71,9 @@ def test_rows_are_the_outcome_of_compress(part: str) -> None:
         assert row.cost.loss_added == pytest.approx(outcome.worst.loss_added, rel=1e-6, abs=1e-9)
         assert (row.cost.tokens, row.parameters) == (outcome.worst.tokens, outcome.parameters_after)
         assert (row.cache_bytes, done.cache_bytes) == (outcome.kept_cache.after, outcome.kept_cache.before)
-        assert row.kept_bytes == outcome.kept_cache.kept
+        assert row.kept_keys == outcome.kept_cache.kept_keys
         better = [
-            other.cache_bytes <= row.cache_bytes + row.kept_bytes
+            other.cache_bytes <= row.cache_bytes + row.kept_keys
             and other.cost.loss_added < outcome.worst.loss_added
             for other in outcome.quantized[:1]  # 8 bits
         ]
@@ -136,7 +136,7 @@ def rows_of(*rows: tuple[str, float, int, int, float], bits: int = 8, kept: int 
     made = [
         PreviewRow(
             part=part, keep=0.5, bits=0 if part else bits, parameters=parameters, time=time,
-            cache_bytes=cache, kept_bytes=kept * (part == "kv"),
+            cache_bytes=cache, kept_keys=kept * (part == "kv"),
             cost=WindowCost(tokens=9, windows=2, loss_before=2.0, loss_added=added, spread=0.01),
         )
         for part, added, cache, parameters, time in rows

@@ -81,14 +81,14 @@ def evaluate(
             tokens=tokens,
             before=cache_bytes(old.cache, tokens),
             after=cache_bytes(new.cache, tokens),
-            kept=kept_keys(model, tokens),
+            kept_keys=kept_keys(model, tokens),
         )
         for tokens in sorted({min(tokens, longest) for tokens in (*SIZES, longest)})
         if old.cache
     ]
     sizes = {"parameters_before": old.parameters, "parameters_after": new.parameters}
     fields: dict[str, Any] = {"costs": costs, "cache": cache, **sizes}
-    if kept_keys(model, 1):
+    if any(size.kept_keys for size in cache):
         on_progress("comparing with quantized caches", math.nan)
         with original(changes):
             ways = {bits: [partial(quantized_cache, model, bits)] for bits in (8, 4)}
@@ -154,7 +154,7 @@ def measure_row(
             "cost": max(costs, key=lambda cost: cost.cost),
             "parameters": after.parameters,
             "cache_bytes": cache_bytes(cache, tokens),
-            "kept_bytes": kept,
+            "kept_keys": kept,
             "time": seconds["seconds_after"] / seconds["seconds_before"] if seconds else math.nan,
         }
     )

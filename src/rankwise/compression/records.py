@@ -123,7 +123,7 @@ class CacheSize(Record):
     tokens: int
     before: int
     after: int
-    kept: int = 0
+    kept_keys: int = 0
     """Bytes of decoded keys that stay next to the latents of one sequence."""
 
 
@@ -146,7 +146,7 @@ class PreviewRow(Record):
     """Largest cost over lengths."""
     parameters: int = 0
     cache_bytes: int = 0
-    kept_bytes: int = 0
+    kept_keys: int = 0
     """Bytes of decoded keys that stay next to the latents of one sequence."""
     time: Number = math.nan
     """Time of a decoding step or of a pass, relative to the original. NaN if it was not measured."""
@@ -184,7 +184,7 @@ class Preview(Record):
         before = {"memory": self.cache_bytes, "size": self.parameters, "speed": 1.0}[purpose]
 
         def size(row: PreviewRow) -> float:
-            return {"memory": row.cache_bytes + row.kept_bytes, "size": row.parameters, "speed": row.time}[
+            return {"memory": row.cache_bytes + row.kept_keys, "size": row.parameters, "speed": row.time}[
                 purpose
             ]
 

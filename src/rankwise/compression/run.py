@@ -400,6 +400,6 @@ def _record(
         for row in record.quantized
         if not row.refused and list(solutions) == ["kv"] and row.bits == 8  # caches lose more with fewer
         if row.cost.cost < worst.cost
-        if row.cache_bytes <= record.kept_cache.after + record.kept_cache.kept
+        if row.cache_bytes <= record.kept_cache.after + record.kept_cache.kept_keys
     ]
     return record.model_copy(update={"notes": notes})

@@ -92,8 +92,8 @@ def _headline(record: Compression, removed: list[HeadWidth], narrowed: list[Head
         for noun, before, after in sizes
         if before
     )
-    if (size := record.kept_cache).kept:
-        saving += f" ({(size.after + size.kept) / size.before:.0%} of the bytes with kept keys)"
+    if (size := record.kept_cache).kept_keys:
+        saving += f" ({(size.after + size.kept_keys) / size.before:.0%} of the bytes with kept keys)"
     where = f"{record.measured_on} of {worst.tokens:,} tokens" if worst.tokens else record.measured_on
     return f"{done[:1].upper()}{done[1:]}: {cost} on {where}{saving}."
 
@@ -129,8 +129,8 @@ def _savings(record: Compression) -> Table:
     sizes = [("parameters", record.parameters_before, record.parameters_after)]
     for size in record.cache:
         sizes.append((f"bytes of cache, {size.tokens:,} tokens", size.before, size.after))
-        if size.kept:
-            sizes.append(("with kept keys", size.before, size.after + size.kept))
+        if size.kept_keys:
+            sizes.append(("with kept keys", size.before, size.after + size.kept_keys))
     rows = [
         [name, f"{before:,}", f"{after:,}", f"{after / before:.3f}" if before else MISSING]
         for name, before, after in sizes
@@ -140,8 +140,9 @@ def _savings(record: Compression) -> Table:
         numbers = (format_number(number, 2) for number in (before, after, after / before))
         rows.append([f"{record.timed}, ms", *numbers])
     note = (
-        f"Bytes of one sequence. Kept keys: up to {KEPT_KEYS} of decoded keys per layer, for all sequences "
-        "of a batch together, so that small caches do not shrink. Steps are slower beyond these keys."
+        f"Bytes of one sequence. Kept keys: up to {KEPT_KEY_BYTES / 2**20:.0f} MB of decoded keys per layer, "
+        "for all sequences of a batch together, so that small caches do not shrink. Steps are slower beyond "
+        "these keys."
     )
     return Table(
         "Savings", ["", "before", "after", "after/before"], rows, note=note if record.latents else ""
@@ -187,7 +188,6 @@ def way_name(row: PreviewRow) -> str:
 
 
 COLUMNS = ["way", "loss added", "±", "tokens", "cache", "share", "parameters"]
-KEPT_KEYS = f"{KEPT_KEY_BYTES / 2**20:.0f} MB"
 WINDOWED = """\
 from transformers.cache_utils import DynamicCache, DynamicLayer, HQQQuantizedLayer
 cache = DynamicCache(config=model.config)
@@ -207,8 +207,8 @@ def preview_document(record: Preview, command: str = "") -> Document:
     chosen = {purpose: record.recommended(purpose) for purpose in PURPOSES}
     sizes: dict[str, Callable[[PreviewRow], str]] = {
         "memory": lambda row: (
-            f"{(row.cache_bytes + row.kept_bytes) / record.cache_bytes:.0%} of the cache"
-            + ", kept keys included" * (row.kept_bytes > 0)
+            f"{(row.cache_bytes + row.kept_keys) / record.cache_bytes:.0%} of the cache"
+            + ", kept keys included" * (row.kept_keys > 0)
         ),
         "size": lambda row: f"{row.parameters / record.parameters:.0%} of the parameters",
         "speed": lambda row: f"{row.time:.0%} of the time",
