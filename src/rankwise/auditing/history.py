@@ -40,7 +40,7 @@ class History(WithPage):
     def of(cls, audits: Sequence[Audit], names: Sequence[str] = ()) -> "History":
         """Return a history of audits at the steps that their names contain.
 
-        The default names are those of the models. Without steps in the names, audits are numbered from 0.
+        The default names are the names of the models. Without steps in the names, audits are numbered from 0.
         """
         called = list(names) or [audit.provenance.model for audit in audits]
         steps = steps_of(called) if called else None

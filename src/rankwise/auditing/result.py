@@ -61,7 +61,7 @@ class Audit(SavedRecord):
         """Merge audits of shards of the data into one audit of all the data.
 
         Up to rounding, means, standard deviations, counts and nearest heads equal the values of one audit
-        over all sequences. Findings are recomputed. Attention maps are those of the first audit; spectra and
+        over all sequences. Findings are recomputed. Attention maps come from the first audit; spectra and
         membership maps come from the first audit that has them. Importance is the mean over all tokens. The
         set of removable heads, required widths and measures at initialization are omitted, and so are ranks
         of pooled states, keys and values, unless all audits were made with ``keep_moments``.
@@ -261,7 +261,7 @@ class Audit(SavedRecord):
     def plot_depth(self, measure: str = "direction_spread", *, ax: "Axes | None" = None) -> "Axes":
         """Draw a measure of token states into matplotlib axes: a curve per stack, ± 1 standard deviation.
 
-        Arguments and errors are those of `plot`.
+        Arguments and errors are as for `plot`.
         """
         return report_package().plot_measure(self, measure, "states", ax)
 

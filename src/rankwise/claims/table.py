@@ -106,7 +106,7 @@ def _logits(run: Run, *, centered: bool) -> tuple[str, bool]:
         query, key = heads.real("query"), heads.real("key")
         if key.shape[-1] >= 32 and min(query.shape[1], key.shape[1]) >= 64:
             key = key - key.mean(-2, keepdim=True) if centered else key
-            # The singular values of Q Kᵀ are those of R_q R_kᵀ, where R are factors of QR decompositions.
+            # Q Kᵀ has the singular values of R_q R_kᵀ, where R are factors of QR decompositions.
             left, right = (torch.linalg.qr(tensor, mode="r").R for tensor in (query, key))
             counts.append(components(torch.linalg.svdvals(left @ right.mT)))
     if not counts:

@@ -230,7 +230,7 @@ class Undecoded(Tensor):
 
     @staticmethod
     def of(cache: "LatentCache", new: Tensor, decode: Callable[[], Tensor]) -> "Undecoded":
-        """Return the keys or values of all tokens, which `decode` computes. `new` has those of new tokens."""
+        """Return the keys or values of all tokens, which `decode` computes. `new` has new tokens alone."""
         shape = (*new.shape[:2], cache.keys.shape[2], new.shape[3])
         tensor = new.new_full((), math.nan).expand(shape).as_subclass(Undecoded)
         tensor.cache, tensor.decode = cache, decode

@@ -154,7 +154,7 @@ def find_head(model: nn.Module, first: FirstPass, read: Callable[[Any], Tensor])
 
     ``read`` returns the logits (B, T, V) of an output. Rows of the last modules' inputs, in reverse order and
     only half of them, must have the model's logits. Then the model must have the same states without labels,
-    and the logits that it returns for one token must be those of the head bit by bit.
+    and the logits that it returns for one token must equal the logits of the head bit by bit.
     """
     if any(map(is_compiled, model.modules())):
         return "the model is compiled"

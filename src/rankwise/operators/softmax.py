@@ -19,7 +19,7 @@ NO_WEIGHT = math.log(torch.finfo(torch.float32).tiny)
 class SoftmaxMixing(MixingOperator):
     r"""Softmax attention ``M = softmax(Q Kᵀ · scale + mask)``.
 
-    The arguments are those of `torch.nn.functional.scaled_dot_product_attention`. With grouped-query
+    The arguments are the arguments of `torch.nn.functional.scaled_dot_product_attention`. With grouped-query
     attention, query head h of H uses key head ``h // (H // Hkv)`` of Hkv. A row that sees no column is zero.
 
     Args:
