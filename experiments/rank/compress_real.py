@@ -3,11 +3,11 @@
 Question  Which way loses least for the same bytes, on a decoder whose heads have own keys, on a decoder with
           one key head, and on an encoder?
 Models    bundled demo (bytes); Gemma 3 270M, dequantized from Q4_K_M, float32; all-MiniLM-L6-v2
-Measured  Decoders: loss of the second half of each window, with a cache of the first half. Encoder: retrieval
-          of a review's second half, accuracy of a linear probe of its sentiment. Each way is calibrated on
-          three texts.
-Rivals    pip install --no-deps kvpress optipfair cacheshrink optimum-quanto hqq, with scipy and geoopt. A
-          rival that is not installed or that fails is a row with the reason.
+Measured  Decoders: loss of the second half of each window, with a cache of the tokens before. Encoder:
+          retrieval of a review's second half, accuracy of a linear probe of its sentiment. Each way is
+          calibrated on three texts.
+Rivals    pip install --no-deps kvpress optipfair cacheshrink optimum-quanto hqq, with cachetools, fire, scipy
+          and geoopt. A rival that is not installed or that fails is a row with the reason.
 Hardware  one CPU core, about 90 minutes
 Expect    Gemma: 4-bit keys and values lose less than latents of the same bytes. Demo: latents of half of the
           bytes lose nothing.
@@ -21,6 +21,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
 from pathlib import Path
 from statistics import mean
@@ -34,6 +35,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 import rankwise as rw
+from experiments.provenance import commit
 from experiments.rank.compress_minilm import WIDTH, embed, retrieval, weights_alone
 from experiments.rank.compress_minilm import Recipe as Retrieval
 from experiments.real_models import require_gemma, require_minilm
@@ -52,7 +54,9 @@ TEXTS = {
     "Shakespeare": "tiny_shakespeare/input.txt",
     "IMDB": "imdb/train.jsonl.gz",
 }
-PARTIAL = Path(gettempdir()) / "rankwise-compress-real.jsonl"
+PARTIAL = Path(gettempdir()) / f"rankwise-compress-real-{commit()}.jsonl"
+"""Rows of an interrupted run of the same commit."""
+PACKAGES = ("kvpress", "optipfair", "cacheshrink", "optimum-quanto", "hqq")
 REVIEWS = 300
 """Reviews for the linear probe; half of them train it."""
 SLOW = ("blocks", "heads, uniform")
@@ -99,8 +103,15 @@ MINILM = Subject(
 
 
 def measure(data: Path) -> Report:
+    packages = {}
+    for package in PACKAGES:
+        try:
+            packages[package] = version(package)
+        except PackageNotFoundError:
+            packages[package] = "not installed"
     report = {
         "settings": {"subjects": [asdict(subject) for subject in (DEMO, GEMMA, MINILM)]},
+        "packages": packages,
         "unit": "nats per token, or the score",
         DEMO.name: decoder_rows(DEMO, str(demo_model()), data),
         MINILM.name: encoder_rows(str(require_minilm()), data),
@@ -172,8 +183,8 @@ def decoder_rows(subject: Subject, folder: str, data: Path) -> list[dict[str, An
 
     def compressed(part: str, keep: float, calibration: Tensor) -> dict[str, Any]:
         model, (name, _, uniform) = load().eval(), part.partition(", ")
-        batches = [{"input_ids": rows} for rows in calibration.split(2)]
-        record = rw.compress(model, batches, keep, parts=name, uniform=bool(uniform), held_out=batches[:1])
+        *batches, held_out = [{"input_ids": rows} for rows in calibration.split(2)]
+        record = rw.compress(model, batches, keep, parts=name, uniform=bool(uniform), held_out=[held_out])
         sizes = [sum(getattr(latent, size) for latent in record.latents) for size in ("rank", "channels")]
         cache = record.kept_cache.after / record.kept_cache.before if not all(sizes) else sizes[0] / sizes[1]
         return added(model) | {
@@ -183,7 +194,7 @@ def decoder_rows(subject: Subject, folder: str, data: Path) -> list[dict[str, An
     for part, keeps in subject.keeps.items():
         for keep in keeps:
             for name, text in list(ids.items())[: 1 if part in SLOW else None]:
-                calibration = windows(text, subject.calibration, 256, first)
+                calibration = windows(text, subject.calibration + 2, 256, first)
                 attempt(rows, f"{part}, {keep:.2g}", partial(compressed, part, keep, calibration), name)
     rivals: dict[str, Callable[[], dict[str, Any]]] = {
         "latents of weights alone, 0.5": lambda: added(svd_of_weights(load().eval(), held_out)),
@@ -222,7 +233,10 @@ def continued_losses(
     cache: Callable[[], Cache] | None = None,
     press: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Tensor:
-    """Return the loss of the second half of each window, with a cache of the first half."""
+    """Return the loss of the second half of each window, with a cache of the tokens before.
+
+    64 tokens are read at once: a quantized cache of transformers rounds what earlier calls have read.
+    """
     half, losses = ids.shape[1] // 2, []
     with torch.no_grad():
         for row in ids:
@@ -230,7 +244,10 @@ def continued_losses(
             places = torch.arange(len(row))
             with press():  # kvpress reads `cache_position`, which newer models ignore
                 model.base_model(row[None, :half], past_key_values=kept, cache_position=places[:half])
-            logits = model(row[None, half:], past_key_values=kept, position_ids=places[None, half:]).logits[0]
+            logits = torch.cat([
+                model(row[None, part], past_key_values=kept, position_ids=part[None]).logits[0]
+                for part in places[half:].split(64)
+            ])  # fmt: skip
             losses.append(F.cross_entropy(logits[:-1], row[half + 1 :]))
     return torch.stack(losses)
 
@@ -279,15 +296,11 @@ def quantized(package: str, bits: int, model: Any) -> Cache:
 
 
 def rounded(bits: int, model: Any) -> Cache:
-    """Return a cache that rounds the keys and values of the first half like the preview of Rankwise."""
-
-    def update(layer: Any, exact: Any, *states: Any) -> Any:
-        return exact(*states) if layer.get_seq_length() else quantized_update(exact, bits, *states)
-
+    """Return a cache that rounds all keys and values like the preview of Rankwise."""
     cache = DynamicCache(config=model.config)
     for layer in cache.layers:
         if type(layer) is DynamicLayer:
-            layer.update = partial(update, layer, layer.update)
+            layer.update = partial(quantized_update, layer.update, bits)
     return cache
 
 
@@ -330,8 +343,8 @@ def encoder_rows(folder: str, data: Path) -> list[dict[str, Any]]:
 
     def compressed(part: str, keep: float, calibration: Tensor) -> dict[str, Any]:
         model, (name, _, uniform) = load().eval(), part.partition(", ")
-        batches = [{"input_ids": rows} for rows in calibration.split(8)]
-        record = rw.compress(model, batches, keep, parts=name, uniform=bool(uniform), held_out=batches[:1])
+        *batches, held_out = [{"input_ids": rows} for rows in calibration.split(8)]
+        record = rw.compress(model, batches, keep, parts=name, uniform=bool(uniform), held_out=[held_out])
         return scores(model) | {"parameters": record.parameters_after / record.parameters_before}
 
     load = partial(AutoModel.from_pretrained, folder)
@@ -346,7 +359,7 @@ def encoder_rows(folder: str, data: Path) -> list[dict[str, Any]]:
     for part, keeps in MINILM.keeps.items():
         for keep in keeps:
             for name, text in ids.items():
-                calibration = windows(text, MINILM.calibration, MINILM.tokens, tokenizer.cls_token_id)
+                calibration = windows(text, MINILM.calibration + 8, MINILM.tokens, tokenizer.cls_token_id)
                 attempt(rows, f"{part}, {keep:.2g}", partial(compressed, part, keep, calibration), name)
     return rows
 
