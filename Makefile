@@ -28,9 +28,9 @@ test: $(STAMP)  ## Run the tests.
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal --durations 25 tests src/rankwise experiments --doctest-modules $(ARGS)
 
 # Engines that most work on Rankwise does not need: over 300 MB, most of it Ray.
-test-extras: $(STAMP)  ## Install Ray, Lightning, peft and lm-evaluation-harness, and run the tests that need them.
+test-extras: $(STAMP)  ## Install Ray, Lightning, peft, hqq and lm-evaluation-harness, and run the tests that need them.
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[ray,lightning]' \
-		'lm-eval>=0.4.13' 'peft>=0.17'
+		'lm-eval>=0.4.13' 'peft>=0.17' hqq
 	$(BIN)/python -m pytest -m extra tests $(ARGS)
 
 # Another version of torch gets a folder of its own; nothing but torch, numpy and pytest is needed.

@@ -7,14 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.compression.compression_cases import SIZES, bert, gpt2, ids, llama, made, windowed
 from tests.compression.test_compress_command import FACTORY, Run, run, words
 from tests.support.documents import preview_document
 from tests.support.untouched import untouched
-from transformers import DynamicCache
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, DynamicCache, QuantizedCache
 
 import rankwise as rw
+from rankwise.cli.load_model import demo_model, demo_text
 from rankwise.compression import Compression, Preview, PreviewRow, WindowCost, preview
+from rankwise.compression.records import PAYS_COST
 from rankwise.errors import CompressionError, InputError
 
 assert run  # a fixture
@@ -24,6 +28,7 @@ DATA: dict[str, Any] = {"batches": [ids(8, 30)], "held_out": [ids(4, 30, 1), ids
 # --- rows -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.extra
 @pytest.mark.parametrize("make", [llama, windowed])
 def test_the_printed_generation_runs_also_with_windows(make: Any) -> None:
     pytest.importorskip("hqq")
@@ -43,6 +48,28 @@ def test_the_printed_generation_runs_also_with_windows(make: Any) -> None:
     exec(lines, names)
     texts = eval(call.replace("(ids, ", "(ids, **options, "), names)
     assert texts.shape == (4, 19)  # groups of 64 numbers must fit
+
+
+@pytest.mark.extra
+def test_the_printed_cache_adds_at_most_the_promised_loss() -> None:
+    """On the demo: loss of the second half of each window, with a cache of the tokens before."""
+    pytest.importorskip("hqq")
+    code = preview_document(rows_of(("", 0.0, 53, 100, math.nan))).sections[-1].code
+    settings = eval(re.search(r"cache_config=({.*?})", code)[1])
+    model = AutoModelForCausalLM.from_pretrained(demo_model()).eval()
+    windows = torch.tensor([byte + 3 for byte in demo_text().read_bytes()[: 8 * 256]]).view(8, 256)
+
+    def loss(cache: Any) -> float:
+        parts = [model(part, past_key_values=cache).logits for part in windows.split(64, dim=1)]
+        logits = torch.cat(parts, dim=1)[:, 127:-1]
+        return float(functional.cross_entropy(logits.transpose(1, 2), windows[:, 128:]))
+
+    with torch.no_grad():
+        exact = loss(DynamicCache(config=model.config))
+        added = (
+            loss(QuantizedCache(settings.pop("backend"), model.config, residual_length=1, **settings)) - exact
+        )
+    assert 0 < abs(added) < PAYS_COST * exact
 
 
 def own_keys() -> Any:

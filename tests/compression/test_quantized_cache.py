@@ -65,6 +65,7 @@ def test_attention_reads_a_quantized_cache(make: Any) -> None:
     assert not torch.allclose(after, plain, atol=1e-3 * float(plain.abs().max()))
 
 
+@pytest.mark.extra
 @pytest.mark.parametrize("backend", ["hqq", "quanto"])
 def test_the_simulated_error_is_that_of_a_public_quantized_cache(backend: str) -> None:
     """One layer: keys and values do not depend on the cache, and 64 tokens and channels are one group."""
