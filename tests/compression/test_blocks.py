@@ -146,9 +146,11 @@ def test_a_smaller_model_is_the_model_with_skipped_blocks_and_its_class_loads_it
             folder = tmp_path_factory.mktemp("plain")
             model.save_pretrained(folder)
             again = type(model).from_pretrained(folder, attn_implementation=model.config._attn_implementation)
+            # Loaded weights can be aligned otherwise in memory, and then products sum in another order.
+            close = partial(torch.allclose, rtol=0, atol=64 * torch.finfo().eps * float(expected.abs().max()))
             if family in DECODERS:
-                assert torch.equal(in_steps(model, batch)[0], in_steps(again, batch)[0])
-    assert torch.equal(output(again, batch), expected)
+                assert close(in_steps(model, batch)[0], in_steps(again, batch)[0])
+    assert close(output(again, batch), expected)
     assert torch.equal(output(model, batch), before)
 
 
