@@ -24,10 +24,10 @@ def solve(job: Job) -> Solution:
     """
     stacks, skipped = job.found
     total, count = sum(stack.size for stack in stacks), check(job)
-    if "blocks" not in job.kept:
+    if "blocks" not in job.reused:
         first = passes_without_blocks(job.model, job.batches, job.seed, job.on_progress)
-        job.kept["blocks"] = first, dict[frozenset[str], float]()
-    passes, measured = job.kept["blocks"]
+        job.reused["blocks"] = first, dict[frozenset[str], float]()
+    passes, measured = job.reused["blocks"]
     places = {stack.block(number): (stack, number) for stack in stacks for number in stack.removable}
     done, planned = 0, len(places) + (0 if count is None else (count - 1) * TRIES)
 

@@ -153,7 +153,7 @@ def _levels(job: Job, layers: list[HeadProjections]) -> list[tuple[list[HeadProj
     options.sort(key=lambda option: -_removed(*option))
     levels: list[tuple[list[HeadProjections], int]] = []
     shares: list[str] = []
-    tried: dict[tuple[bool, int], str] = job.kept.setdefault("levels", {})
+    tried: dict[tuple[bool, int], str] = job.reused.setdefault("levels", {})
     for some, number in options:
         if (option := (some[0].keys_stay, number)) not in tried:
             units = {unit for unit in range(some[0].units) if unit % some[0].rivals < number}

@@ -50,15 +50,15 @@ def solve(job: Job) -> Solution:
     """
     layers, skipped = job.found
     room = check(job)
-    if "spectra" not in job.kept:
+    if "spectra" not in job.reused:
         moments = collect_moments(job.model, layers, job.batches, job.seed, job.on_progress)
         check_tokens(moments[0].count, max(layer.rank for layer in layers))
         svds: list[WeightedSVD] = []
         for layer, moment in zip(layers, moments, strict=True):
             job.on_progress(f"factoring keys and values of {layer.module}", len(svds) / len(layers))
             svds.append(weighted_svd(moment.weight, moment.tokens, moment.gradients))
-        job.kept["spectra"] = svds
-    spectra: list[WeightedSVD] = job.kept["spectra"]
+        job.reused["spectra"] = svds
+    spectra: list[WeightedSVD] = job.reused["spectra"]
     nats = [spectrum.nats for spectrum in spectra]
     if room is not None:
         ranks = largest_ranks(nats, room)

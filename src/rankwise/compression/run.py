@@ -174,7 +174,7 @@ def compress(
             with ExitStack() as applied:
                 for name, job in jobs.items():
                     if solutions:  # find the layers again, because earlier parts changed them
-                        job.found, job.kept = find_part(name, model, data[0]), {}
+                        job.found, job.reused = find_part(name, model, data[0]), {}
                     solutions[name] = solve_part(name, job)
                     applied.enter_context(solutions[name].change)
                 changes = [solution.change for solution in solutions.values()]

@@ -53,8 +53,8 @@ class Job:
     on_progress: Progress = lambda step, done: None
     remove: int | None = None
     """Number of blocks to remove, instead of a share or a tolerance."""
-    kept: dict[str, Any] = field(default_factory=dict)
-    """Statistics that a part keeps for its jobs with other targets, on the same model and data."""
+    reused: dict[str, Any] = field(default_factory=dict)
+    """Statistics that a part reuses for other targets, on the same model and data."""
     uniform: bool = False
     """If True, the part ``heads`` removes as many heads from each layer."""
 

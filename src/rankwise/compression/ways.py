@@ -102,11 +102,11 @@ def _rows(
         except Exception as error:  # a way that fails must not lose the others
             yield PreviewRow(part=name, refused=refusal(error))
             continue
-        kept: dict[str, Any] = {}
+        reused: dict[str, Any] = {}
         for uniform, keep in product([False, True] if name == "heads" else [False], SHARES):
             job = Job(
                 model, found, data, eval_data, keep,
-                seed=seed, on_progress=report, kept=kept, uniform=uniform,
+                seed=seed, on_progress=report, reused=reused, uniform=uniform,
             )  # fmt: skip
             ways = [lambda name=name, job=job: solve_part(name, job).change]
             row = measure(ways, part=name, keep=keep, uniform=uniform)

@@ -47,7 +47,7 @@ def solve(job: Job) -> Solution:
     is measured on all calibration data.
     """
     found, skipped = job.found
-    if "layers" not in job.kept:
+    if "layers" not in job.reused:
         collected = collect_statistics(job.model, found, job.batches, job.on_progress)
         check_statistics(collected)
         candidates: list[Candidate] = []
@@ -61,8 +61,8 @@ def solve(job: Job) -> Solution:
                 last_first = [*range(statistics.projections.width)][::-1]
                 orders = [Order(last_first, *curve) for curve in head_curves(statistics)]
             candidates.append(Candidate(statistics, full, orders))
-        job.kept["layers"] = candidates
-    layers: list[Candidate] = job.kept["layers"]
+        job.reused["layers"] = candidates
+    layers: list[Candidate] = job.reused["layers"]
     widths = allocate_widths([_curves(layer, job) for layer in layers], job.keep, job.tolerance)
     starts = [layer.factors(chosen) for layer, chosen in zip(layers, widths, strict=True)]
     collected = [layer.statistics for layer in layers]
