@@ -9,50 +9,39 @@ from jaxtyping import Bool, Float64
 from torch import Tensor
 
 from rankwise._internals.linalg import float64_device
-from rankwise.errors import InputError, ShapeError, one_of, whole_number
+from rankwise.errors import ShapeError, one_of, whole_number
 
 MASKS = ("full", "causal")
 """Names of the masks for which the expected rank has a closed formula."""
 
 
 @overload
-def rank_barrier(
-    tokens: int, mask: str = ..., sources: int | None = ..., window: int | None = ...
-) -> float: ...
+def rank_barrier(tokens: int, mask: str = ...) -> float: ...
 @overload
-def rank_barrier(tokens: int, mask: Tensor, sources: int | None = ..., window: None = ...) -> Tensor: ...
-def rank_barrier(
-    tokens: int,
-    mask: str | Tensor = "full",
-    sources: int | None = None,
-    window: int | None = None,
-) -> float | Float64[Tensor, "*batch"]:
+def rank_barrier(tokens: int, mask: Tensor) -> Tensor: ...
+def rank_barrier(tokens: int, mask: str | Tensor = "full") -> float | Float64[Tensor, "*batch"]:
     """Return the expected rank of a random hardmax matrix: a single 1 per row, in a random visible column.
 
     The column of each row is drawn uniformly from its visible columns, independently of the other rows. The
     rank is the number of different columns drawn. Formulas, where row i sees n_i columns:
 
     - any mask: Σ_j (1 − Π_{i sees j} (1 − 1/n_i)); a row that sees no column adds 0
-    - full: S(1 − (1 − 1/S)^T), which for T = S tends to (1 − 1/e)·T ≈ 0.632 T
+    - full: T(1 − (1 − 1/T)^T), which tends to (1 − 1/e)·T ≈ 0.632 T
     - causal (row i sees columns 0 … i): (T + 1)/2
-    - causal with a window w (row i sees the last w columns up to i): the formula for any mask
 
     Range: [1, min(T, S)] if any row sees a column. The value is an expectation, not a maximum: attention to
     the previous token, for example, has almost full rank.
-    Cost: O(1) time; O(T) with a window; O(T S) for a boolean mask.
+    Cost: O(1) time; O(T S) for a boolean mask.
     Source: Theorem 1 of "On the Limitation and Redundancy of Transformers: A Rank Perspective" bounds the
     expectation without a mask by (1 − 1/e)·T + O(1). The formulas for masks are derived in this project.
 
     Args:
         mask: "full", "causal", or a boolean mask (..., T, S), True if row i sees column j. For a boolean
             mask, the result is a float64 tensor (...).
-        sources: number of columns S; T by default.
-        window: number of columns that each row i of the causal mask sees, the last of which is column i.
 
     Raises:
-        ShapeError: if the sizes do not match the mask, or a mask tensor is not boolean.
-        InputError: if a size is not positive, the name of the mask is unknown, or a window is passed
-            without the causal mask.
+        ShapeError: if a mask tensor is not boolean, or does not have T rows.
+        InputError: if the number of tokens is not positive, or the name of the mask is unknown.
 
     Examples:
         >>> import torch
@@ -61,30 +50,21 @@ def rank_barrier(
         >>> round(rank_barrier(3, mask=torch.ones(3, 3, dtype=torch.bool).tril()).item(), 6)
         2.0
     """
-    named = None if isinstance(mask, Tensor) else mask
-    columns = check_sizes(
-        tokens, sources, "full" if named is None else named, None if named is None else window
-    )
-    if window is not None and named != "causal":
-        raise InputError(
-            "`window`",
-            expected='mask="causal"',
-            got="a boolean mask" if named is None else repr(mask),
-            fix="Pass a window of another shape as a boolean mask.",
-        )
     if isinstance(mask, Tensor):
-        fits = mask.ndim >= 2 and mask.shape[-2] == tokens and sources in (None, mask.shape[-1])
-        if mask.dtype != torch.bool or not fits or mask.shape[-1] == 0:
+        whole_number("`tokens`", tokens)
+        fits = mask.ndim >= 2 and mask.shape[-2] == tokens and mask.shape[-1] > 0
+        if mask.dtype != torch.bool or not fits:
             raise ShapeError(
                 "`mask`",
-                expected=f"torch.bool of shape (..., {tokens}, {'S' if sources is None else sources})",
+                expected=f"torch.bool of shape (..., {tokens}, S)",
                 got=f"{mask.dtype} of shape {tuple(mask.shape)}",
                 fix="True if row i sees column j; an additive mask becomes boolean with mask == 0.",
             )
         return rank_barrier_of_rows([mask])
-    if named == "full":
-        return _full(tokens, columns)
-    return (tokens + 1) / 2 if window is None else _window(tokens, window)
+    check_sizes(tokens, None, mask, None)
+    if mask == "causal" or tokens == 1:  # math.log1p(−1) raises an error
+        return (tokens + 1) / 2
+    return -tokens * math.expm1(tokens * math.log1p(-1 / tokens))
 
 
 def check_sizes(tokens: int, sources: int | None, mask: str, window: int | None) -> int:
@@ -101,29 +81,6 @@ def check_sizes(tokens: int, sources: int | None, mask: str, window: int | None)
             fix="Leave it out, or pass the columns that each row sees as a boolean mask.",
         )
     return sources or tokens
-
-
-def _full(tokens: int, sources: int) -> float:
-    if sources == 1:  # math.log1p(−1) raises an error
-        return 1.0
-    return -sources * math.expm1(tokens * math.log1p(-1 / sources))
-
-
-def _window(tokens: int, window: int) -> float:
-    """Return the expected rank under a causal window w, by the formula for any mask in `rank_barrier`.
-
-    Column j is seen by rows j … min(j + w, T) − 1. Rows i < w − 1 see i + 1 columns each; over rows i = j … k
-    − 1 the product of the factors 1 − 1/(i + 1) is j/k (``early``). Later rows, ``late`` in number, see w
-    columns each.
-    """
-    if window == 1:
-        return float(tokens)
-    column = torch.arange(tokens, dtype=torch.float64)
-    end = (column + window).clamp(max=tokens)
-    early = (column / end.clamp(max=window - 1)).clamp(max=1)
-    late = (end - column.clamp(min=window - 1)).clamp(min=0)
-    missed = early * (late * math.log1p(-1 / window)).exp()
-    return (1 - missed).sum().item()
 
 
 def rank_barrier_of_rows(rows: Iterable[Bool[Tensor, "*batch _ S"]]) -> Float64[Tensor, "*batch"]:
