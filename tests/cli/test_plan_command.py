@@ -1,22 +1,19 @@
-"""`rankwise plan`: plans from numbers and trained models; refusals; Ctrl-C."""
+"""`rankwise plan`: plans from numbers; refusals; Ctrl-C."""
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
-import torch
-from tests.support.nets import NETS
-from transformers import LlamaForCausalLM
 from typer.testing import Result
 
 import rankwise as rw
-from rankwise.cli.load_model import demo_model, demo_text
+from rankwise.cli.load_data import load_data
+from rankwise.cli.load_model import demo_model, demo_text, load_model
 from rankwise.plan import HeadDimPlan
+from rankwise.plan.ranks import RandomHead
 
 Run = Callable[..., Result]
-FEW = ("--tokens", 32, "--trials", 2)
 
 
 @pytest.fixture
@@ -49,38 +46,6 @@ def test_options_are_those_of_the_function(run: Run) -> None:
     assert plan.model_copy(update={"about": {}}) == same
 
 
-def test_trained_heads_require_the_widths_of_an_audit(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    audits = []
-    audit = rw.audit
-    monkeypatch.setattr("rankwise.auditing.audit", lambda *inputs: audits.append(audit(*inputs)) or audits[0])
-    few = ("--tokens", 48, "--mask", "causal", "--trials", 2)
-    done = run("--model", demo_model(), "--text", demo_text(), *few)
-    assert done.exit_code == 0, done.output
-    plan = HeadDimPlan.load("rankwise-plan")
-    assert plan.curve == rw.plan_head_dim(48, "causal", trials=2).curve
-    required = {head.head: head.required_head_dim for head in plan.trained}
-    assert required == {head.id: head.required_head_dim for head in audits[0].heads}
-    assert len(required) == 16
-    wider = sum(width > plan.head_dim for width in required.values())
-    assert f"{wider} of 16 require more than K*" in " ".join(done.output.split())
-    assert "Widths that trained heads require" in done.output
-    assert any(note.startswith("Trained heads: ") for note in plan.notes)
-
-
-@pytest.mark.parametrize(
-    "wrong", [("--mask", "causall"), ("--trials", 1), ("--kv-heads", 0), ("--heads", 4), ("--text", "no.txt")]
-)
-def test_wrong_arguments_are_refused_before_the_model_is_loaded(run, monkeypatch, wrong) -> None:
-    def load(*_: object, **__: object) -> None:
-        pytest.fail("the model was loaded")
-
-    monkeypatch.setattr("rankwise.cli.load_model.load_model", load)
-    done = run("--model", demo_model(), "--text", "text.txt", *wrong)
-    said = f"{done.exception} {done.output}"
-    assert str(wrong[0]).removeprefix("--") in said or f"{wrong[1]}: expected a text file" in said
-    assert not Path("rankwise-plan").exists()
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -90,9 +55,8 @@ def test_wrong_arguments_are_refused_before_the_model_is_loaded(run, monkeypatch
         (("--hidden-size", 64), "Add --heads."),
         (("--heads", 4), "Add --hidden-size."),
         (("--heads", 3, "--kv-heads", 2, "--hidden-size", 12), "--kv-heads: expected a divisor"),
-        (("--text", "text.txt"), "got no --model"),
-        (("--model", demo_model(), "--text", "none.txt"), "none.txt"),
-        (("--model", demo_model()), "one of --text, --images"),
+        (("--mask", "causall"), "--mask"),
+        (("--kv-heads", 0), "--kv-heads"),
         (("--out", "text.txt"), "a file"),
     ],
 )
@@ -102,30 +66,16 @@ def test_bad_input_is_named(run: Run, arguments: tuple[object, ...], said: str) 
     assert said in f"{done.exception} {done.output}"
 
 
-def test_a_model_without_softmax_attention_is_noted(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rankwise.auditing.audit", lambda *_: SimpleNamespace(heads=[], complete=True))
-    assert run("--model", f"{NETS}:build", "--text", "text.txt", *FEW).exit_code == 0
-    plan = HeadDimPlan.load("rankwise-plan")
-    assert not plan.trained
-    assert plan.notes[-1].startswith("No softmax attention was captured")
+def test_ctrl_c_keeps_the_curve(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = RandomHead.trial
 
+    def trial(head: RandomHead, widths: tuple[int, ...], number: int) -> Any:
+        if number == 2:
+            raise KeyboardInterrupt
+        return whole(head, widths, number)
 
-def test_the_number_of_heads_with_nan_is_noted(run: Run, tiny: Path) -> None:
-    model = LlamaForCausalLM.from_pretrained(tiny)
-    model.model.layers[1].self_attn.q_proj.weight.data[0, 0] = torch.nan
-    model.save_pretrained("nan")
-    shutil.copytree(tiny, "nan", dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors"))
-    assert run("--model", "nan", "--text", "text.txt", *FEW).exit_code == 0
-    assert "NaN or infinity in 1 of 4 heads" in HeadDimPlan.load("rankwise-plan").notes[-1]
-
-
-def test_ctrl_c_keeps_the_curve(run, monkeypatch) -> None:
-    def stop(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("rankwise.auditing.audit", stop)
-    done = run("--model", demo_model(), "--text", demo_text(), *FEW, "--out", "here")
-    assert done.exit_code == 130
+    monkeypatch.setattr(RandomHead, "trial", trial)
+    assert run("--tokens", 32, "--trials", 4, "--out", "here").exit_code == 130
     plan = HeadDimPlan.load("here")
     assert not plan.complete
     assert plan.curve
@@ -135,8 +85,7 @@ def test_ctrl_c_keeps_the_curve(run, monkeypatch) -> None:
 def test_heads_of_the_demo_require_the_widths_that_plans_without_a_model_state(run: Run) -> None:
     stated = " ".join(run("--tokens", 16, "--trials", 2, "--out", "none").output.split())
     assert "15 to 30 of 32 channels in the bundled demo (K* = 12)" in stated
-    rope = ("--mask", "causal", "--positions", "rope")
-    assert run("--model", demo_model(), "--text", demo_text(), "--tokens", 256, *rope).exit_code == 0
-    plan = HeadDimPlan.load("rankwise-plan")
-    assert plan.head_dim == 12
-    assert all(15 <= head.required_head_dim <= 30 and head.head_dim == 32 for head in plan.trained)
+    assert rw.plan_head_dim(256, "causal", "rope").head_dim == 12
+    demo = load_model(str(demo_model()))
+    heads = rw.audit(demo.model, load_data(demo, text=demo_text()).batches).heads
+    assert all(15 <= head.required_head_dim <= 30 and head.head_dim == 32 for head in heads)

@@ -215,11 +215,11 @@ def test_save_load_and_page(tmp_path: Path) -> None:
         HeadDimPlan.load(tmp_path)
 
 
-@pytest.mark.parametrize("damage", [{"curve": []}, {"schema_version": 3}, {"tokens": "many"}])
+@pytest.mark.parametrize("damage", [{"curve": []}, {"schema_version": 4}, {"tokens": "many"}])
 def test_a_damaged_plan_is_refused(damage: dict[str, object], tmp_path: Path) -> None:
     saved = json.loads(plan_head_dim(8, trials=2).save(tmp_path).read_text())
     (tmp_path / "plan.json").write_text(json.dumps(saved | damage))
-    with pytest.raises(rw.RankwiseError, match=r"schema version 4.*run `rankwise plan` again"):
+    with pytest.raises(rw.RankwiseError, match=r"schema version 5.*run `rankwise plan` again"):
         HeadDimPlan.load(tmp_path)
 
 

@@ -10,7 +10,7 @@ from tests.support.records import NASTY, nasty, only_nan
 from rankwise.auditing import Audit, History
 from rankwise.auditing.comparison import compare_two
 from rankwise.compression import Compression, Preview
-from rankwise.plan import HeadDimPlan, TrainedWidth
+from rankwise.plan import HeadDimPlan
 from rankwise.report.audit_report import audit_document
 from rankwise.report.comparison_report import comparison_document, history_document
 from rankwise.report.compression_report import compression_document, preview_document
@@ -24,7 +24,6 @@ from rankwise.report.page import page_text
 from rankwise.report.plan_report import plan_document
 from rankwise.report.skip_report import certificate_document
 from rankwise.skips import SkipCertificate
-from rankwise.tracing import Address
 
 
 def page(audit: Audit) -> str:
@@ -38,11 +37,9 @@ def data(audit: Audit) -> Mapping[str, Any]:
 
 
 def nasty_plan() -> Document:
-    head = Address(stack=NASTY, layer=0, head=0)
-    trained = [TrainedWidth(head=head, head_dim=4, required_head_dim=math.nan)]
     plan = HeadDimPlan(
         tokens=64, mask=NASTY, least_gain=0.01, one_hot_rank=40.0, trials=2, head_dim=4,
-        curve=[(2, 0.2, math.nan), (4, 0.4, 0.1)], interval=(2, 4), saturated=True, trained=trained,
+        curve=[(2, 0.2, math.nan), (4, 0.4, 0.1)], interval=(2, 4), saturated=True,
         notes=[NASTY], about={NASTY: NASTY}, complete=False,
     )  # fmt: skip
     return plan_document(plan)

@@ -78,7 +78,12 @@ def plan_head_dim(
         >>> plan.head_dim < 16, plan.costs[0].head_dim, plan.costs[0].cache_bytes
         (True, 32, 512)
     """
-    check_arguments(tokens, mask, positions, least_gain, trials, seed)
+    whole_number("`tokens`", tokens, 2, MAX_TOKENS, fix="Time grows as T²; one token has rank 1.")
+    one_of("`mask`", mask, MASKS)
+    one_of("`positions`", positions, POSITIONS)
+    in_range("`least_gain`", least_gain, "(0, 1)", fix="0.01 is usual.")
+    whole_number("`trials`", trials, 2, fix="The interval is computed from the spread over trials.")
+    whole_number("`seed`", seed, 0)
     present = present_head_dim(positions, heads, kv_heads, head_dim, hidden_size)
     widths = DENSE_WIDTHS if positions == "none" else SPARSE_WIDTHS
     head = RandomHead(tokens, mask, positions, seed)
@@ -116,18 +121,6 @@ def plan_head_dim(
         return plan
     star = [plan.head_dim] if plan.saturated else []
     return plan.model_copy(update={"costs": [_cost(plan, k) for k in dict.fromkeys([present, *star])]})
-
-
-def check_arguments(
-    tokens: int, mask: str, positions: str, least_gain: float, trials: int, seed: int
-) -> None:
-    """Raise `InputError` if an argument of `plan_head_dim` is out of range."""
-    whole_number("`tokens`", tokens, 2, MAX_TOKENS, fix="Time grows as T²; one token has rank 1.")
-    one_of("`mask`", mask, MASKS)
-    one_of("`positions`", positions, POSITIONS)
-    in_range("`least_gain`", least_gain, "(0, 1)", fix="0.01 is usual.")
-    whole_number("`trials`", trials, 2, fix="The interval is computed from the spread over trials.")
-    whole_number("`seed`", seed, 0)
 
 
 def present_head_dim(

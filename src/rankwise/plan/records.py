@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from rankwise._internals.files import SavedRecord
-from rankwise._internals.records import Address, Number, Record
+from rankwise._internals.records import Number, Record
 
 
 class HeadDimCost(Record):
@@ -21,23 +21,13 @@ class HeadDimCost(Record):
     """Bytes of the cached keys per token, at 2 bytes per number."""
 
 
-class TrainedWidth(Record):
-    """Query/key width that one head of a trained model requires, as measured by an audit."""
-
-    head: Address
-    head_dim: int
-    """Query/key width K of the head."""
-    required_head_dim: Number
-    """Smallest width that preserves the attention of the head; NaN if its inputs are not finite."""
-
-
 class HeadDimPlan(SavedRecord):
     """Plan with K*, the query/key width beyond which wider heads with random weights gain almost no rank."""
 
     format: Literal["rankwise-plan"] = "rankwise-plan"
-    schema_version: Literal[4] = 4
+    schema_version: Literal[5] = 5
     complete: bool = True
-    """False if the plan was interrupted before all measurements were done."""
+    """False if the plan was interrupted before all trials were done."""
     tokens: int
     """Number of tokens T per sequence; their states are orthonormal."""
     mask: str
@@ -62,8 +52,6 @@ class HeadDimPlan(SavedRecord):
     """Model width D."""
     costs: list[HeadDimCost] = Field(default_factory=list)
     """Costs at the present width and at K*; empty if the number of heads is unknown."""
-    trained: list[TrainedWidth] = Field(default_factory=list)
-    """Widths that the heads of a trained model require."""
     notes: list[str] = Field(default_factory=list)
     about: dict[str, str] = Field(default_factory=dict)
     """Command, time, versions and machine that produced the plan."""

@@ -1,12 +1,10 @@
 """Build the report on a plan of the query/key width of heads."""
 
 import math
-from collections.abc import Sequence
 
-from rankwise._internals.records import format_number, grouped
-from rankwise._internals.statistics import WIDTH_TOLERANCE, mean
+from rankwise._internals.records import format_number
 from rankwise.auditing.records import Verdict
-from rankwise.plan.records import HeadDimPlan, TrainedWidth
+from rankwise.plan.records import HeadDimPlan
 from rankwise.report.document import Document, Figure, Section, Table, nonempty
 from rankwise.report.figures import banded_line
 
@@ -14,7 +12,7 @@ _DEVIATION = "± one standard deviation over trials."
 
 
 def plan_document(plan: HeadDimPlan) -> Document:
-    """Return the report on a plan: K*, the savings at width K*, and widths that trained heads require."""
+    """Return the report on a plan: K*, and the savings at width K*."""
     places = "" if plan.positions == "none" else f"{plan.positions} positions · "
     return Document(
         command="Rankwise plan",
@@ -22,7 +20,7 @@ def plan_document(plan: HeadDimPlan) -> Document:
         setting=f"{plan.tokens:,} tokens · {plan.mask} mask · {places}hardmax · {plan.trials} trials",
         verdict=Verdict(sentence=_headline(plan), no_action=_advice(plan)),
         sections=nonempty(
-            Section("costs", "Costs and trained heads", tables=[_costs(plan), _trained(plan)]),
+            Section("costs", "Costs", tables=[_costs(plan)]),
             Section("curve", "Rank against width", figures=[_figure(plan)], tables=[_curve(plan)]),
         ),
         notes=plan.notes,
@@ -64,13 +62,11 @@ def _share_at_star(plan: HeadDimPlan) -> float:
 
 
 def _advice(plan: HeadDimPlan) -> str:
-    """Return advice on the use of K*, with the widths that trained heads require."""
-    trained = "15 to 30 of 32 channels in the bundled demo (K* = 12) and in all-MiniLM-L6-v2 (K* = 13)."
-    if required := _finite(plan.trained):
-        wider = sum(width > plan.head_dim for width in required)
-        average = f"{mean(required):.1f} channels on average in this model"
-        trained = f"{average}; {wider} of {len(required)} require more than K*."
-    sentence = f"Trained heads require {trained}"
+    """Return advice on the use of K*."""
+    sentence = (
+        "Trained heads require 15 to 30 of 32 channels in the bundled demo (K* = 12) and in all-MiniLM-L6-v2 "
+        "(K* = 13)."
+    )
     if not plan.saturated or any(cost.head_dim <= plan.head_dim for cost in plan.costs[:1]):
         return sentence
     return (
@@ -143,23 +139,3 @@ def _costs(plan: HeadDimPlan) -> Table:
         note="Rank/T of one head; ≈ interpolated, – outside the widths tried. Parameters of W_q and W_k, "
         "without biases. Cache of keys at 2 bytes per number.",
     )
-
-
-def _trained(plan: HeadDimPlan) -> Table:
-    rows = []
-    for layer, heads in grouped(plan.trained, lambda head: str(head.head.at(None))).items():
-        required = _finite(heads) or [math.nan]
-        span = f"{format_number(min(required))} to {format_number(max(required))}"
-        rows.append([layer, str(len(heads)), str(heads[0].head_dim), span, format_number(mean(required), 1)])
-    return Table(
-        "Widths that trained heads require",
-        ["layer", "heads", "K", "required K", "mean"],
-        rows,
-        note="Smallest width whose best logits keep the attention on these tokens within "
-        f"{WIDTH_TOLERANCE:g} nats, to second order, as `required_head_dim` of an audit.",
-    )
-
-
-def _finite(heads: Sequence[TrainedWidth]) -> list[float]:
-    """Return the widths that heads require, without unknown widths."""
-    return [head.required_head_dim for head in heads if math.isfinite(head.required_head_dim)]
