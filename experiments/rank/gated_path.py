@@ -16,18 +16,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Float64
 from torch import Tensor
 from torch.nn import functional as F
 
 import rankwise as rw
-from rankwise.operators import (
-    DiagonalMixing,
-    MixingOperator,
-    ProductMixing,
-    SemiseparableMixing,
-    SumMixing,
-)
+from rankwise.operators import DenseMixing, MixingOperator, SemiseparableMixing
 from rankwise.operators.toeplitz import short_convolution
 from rankwise.tracing import CapturedMixer, RecordedCall
 from rankwise.tracing.module_calls import ABSENT, ModuleCall
@@ -91,7 +85,7 @@ def gated_path(site: CapturedMixer, call: RecordedCall, projected: Tensor) -> Ga
 def _short_conv_path(site: CapturedMixer, layer: Any, projected: Tensor) -> GatedPath:
     enters, leaves, x = projected.transpose(1, 2).chunk(3, dim=1)
     bias = x.new_zeros(x.shape[1]) if layer.conv.bias is None else layer.conv.bias.detach()
-    operator = ProductMixing(DiagonalMixing(leaves), site.operator, DiagonalMixing(enters))
+    operator = DenseMixing(leaves[..., None] * _matrices(site.operator) * enters[..., None, :])
     offset = (leaves * bias[:, None])[..., None]
     return GatedPath(operator, x[..., None], offset, _of_tokens(layer.out_proj))
 
@@ -142,10 +136,16 @@ def _path(
     mask = ModuleCall(call.name, call.module, call.args, call.kwargs).argument("attention_mask")
     if mask is not None and mask is not ABSENT:
         share = share * mask[:, None, :].to(share.dtype)
-    skipped = DiagonalMixing(skip.float()[:, None].expand(sequences, -1, tokens))
-    rest = ProductMixing(DiagonalMixing(F.silu(gate)), SumMixing(scan, skipped), DiagonalMixing(share))
-    offset = rest @ added[:, None, None].expand(sequences, -1, tokens, 1)
-    return GatedPath(ProductMixing(rest, convolution), given[..., None], offset, _of_tokens(apply_output))
+    mixed = _matrices(scan) + torch.diag_embed(skip.double()[:, None].expand(-1, tokens))
+    rest = F.silu(gate)[..., None] * mixed * share[..., None, :]
+    offset = rest @ added.double()[:, None, None].expand(sequences, -1, tokens, 1)
+    operator = DenseMixing(rest @ _matrices(convolution))
+    return GatedPath(operator, given[..., None], offset, _of_tokens(apply_output))
+
+
+def _matrices(operator: MixingOperator) -> Float64[Tensor, "B D T T"]:
+    """Return the matrices of a tiny operator in float64."""
+    return operator.map_tensors(Tensor.double).dense()
 
 
 def _of_tokens(apply_output: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

@@ -14,7 +14,6 @@ from rankwise.operators import (
     GatedDeltaMixing,
     LinearAttentionMixing,
     MixingOperator,
-    ProductMixing,
     SelectiveMixing,
     SemiseparableMixing,
     SumMixing,
@@ -237,11 +236,6 @@ def gated_delta_by_hand(op: GatedDeltaMixing) -> Expected:
 # --- operators made of operators -------------------------------------------------------------------------
 
 
-def product(B: int, H: int, T: int, S: int, K: int) -> MixingOperator:
-    features = LinearAttentionMixing(normal(B, H, T, K), normal(B, H, S, K))
-    return ProductMixing(DiagonalMixing(normal(B, H, T)), features, ToeplitzMixing(normal(B, H, S)))
-
-
 def total(B: int, H: int, T: int, S: int, K: int) -> MixingOperator:
     return SumMixing(diagonal(B, H, T, S, K), selective(True)(B, H, T, S, K))
 
@@ -290,7 +284,6 @@ LINEAR_TIME: dict[str, Case] = {
         gated_delta("by feature"), gated_delta_by_hand, lambda T, K: max(T * K, 3 * T)
     ),
     "delta": Case(gated_delta("none"), gated_delta_by_hand, of_features),
-    "product": Case(product, None, lambda T, K: max(of_transform(T, K), of_features(T, K))),
     "sum": Case(total, None, of_states),
     "selective": Case(
         selective(True), selective_by_hand, of_states,

@@ -11,28 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support import documents, records
 from tests.support.documents import RANK, Figure
-from tests.support.records import DRAWN, HEAD_MEASURES, AtInit
+from tests.support.records import DRAWN, AtInit
 
 from rankwise.auditing import AttentionMap
 from rankwise.auditing.attention_maps import block_averages
 from rankwise.operators import DenseMixing
-from rankwise.report.figures import depth_curves, heat_map, membership_maps, severity_signs
-from rankwise.report.head_columns import head_columns, measure_column
+from rankwise.report.figures import depth_curves, membership_maps, severity_signs
+from rankwise.report.head_columns import head_columns
 from rankwise.report.head_details import NONE, coarser, pack_attention_maps, pack_spectra
 from rankwise.report.heatmap_grid import grids_of
 
 
 def column(heads, name):
     return next(one for one in head_columns(heads) if one.name == name).data()
-
-
-def test_a_measure_that_is_not_informative_is_hatched_and_has_no_color() -> None:
-    heads = records.memberships().heads
-    grid = grids_of(heads)[0]
-    figure = heat_map(grid, measure_column(HEAD_MEASURES[0], heads), heads)
-    heat, signs = figure.data
-    assert {value for row in heat["z"] for value in row} == {None}
-    assert signs["text"] == ["╱╱╱"] * len(grid.indices)
 
 
 def test_columns_hold_the_numbers_of_the_records() -> None:

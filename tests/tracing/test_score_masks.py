@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import rankwise as rw
-from rankwise.operators import DiagonalMixing, GatedDeltaMixing, ProductMixing, SemiseparableMixing, SumMixing
+from rankwise.operators import DiagonalMixing, GatedDeltaMixing, SemiseparableMixing, SumMixing
 from rankwise.tracing.score_masks import hidden_by
 
 LENGTHS, LONGEST = (9, 5), 9
@@ -284,7 +284,6 @@ SCAN = SemiseparableMixing(torch.randn(2, 1, 7, 3), torch.randn(2, 1, 7, 3), -to
 DIAGONAL = DiagonalMixing(torch.randn(2, 1, 7))
 UNMASKED = {
     "a scan": SCAN,
-    "a gated scan": ProductMixing(DIAGONAL, SCAN),
     "a scan and a skip": SumMixing(SCAN, DIAGONAL),
     "a delta rule": GatedDeltaMixing(torch.randn(2, 1, 7, 3), torch.randn(2, 1, 7, 3), torch.rand(2, 1, 7)),
 }

@@ -2,7 +2,7 @@
 
 from rankwise.operators.base import MixingOperator
 from rankwise.operators.channels import sample_channels
-from rankwise.operators.compose import IndexedMixing, ProductMixing, SumMixing
+from rankwise.operators.compose import IndexedMixing, SumMixing
 from rankwise.operators.dense import DenseMixing
 from rankwise.operators.diagonal import DiagonalMixing
 from rankwise.operators.gated_delta import GatedDeltaMixing
@@ -19,7 +19,6 @@ __all__ = [
     "IndexedMixing",
     "LinearAttentionMixing",
     "MixingOperator",
-    "ProductMixing",
     "SelectiveMixing",
     "SemiseparableMixing",
     "SoftmaxMixing",

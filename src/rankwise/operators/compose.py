@@ -1,9 +1,7 @@
-"""Operators (mixing matrices) made of other operators: products, sums, and selected rows and columns."""
+"""Operators (mixing matrices) made of other operators: sums, and selected rows and columns."""
 
-from abc import abstractmethod
 from collections.abc import Callable
 from functools import reduce
-from itertools import pairwise
 
 import torch
 from jaxtyping import Bool, Float
@@ -11,89 +9,9 @@ from torch import Tensor
 
 from rankwise.errors import ShapeError
 from rankwise.operators.base import ComposedMixing, FastMixing, MixingOperator
-from rankwise.operators.diagonal import DiagonalMixing
 
 
-class _SeveralMixing(ComposedMixing, FastMixing):
-    """Base class of products and sums of operators.
-
-    Args:
-        parts: at least one operator; all operators have the same leading axes.
-    """
-
-    _requirement: str
-
-    def __init__(self, *parts: MixingOperator) -> None:
-        alike = all(operator.shape[:-2] == parts[0].shape[:-2] for operator in parts)
-        if not (parts and alike and self._fits(parts)):
-            raise ShapeError(
-                f"`{type(self).__name__}`",
-                expected=f"operators of the same leading axes {self._requirement}",
-                got=", ".join(str(tuple(operator.shape)) for operator in parts) or "none",
-                fix="Give each operator every sequence and head; `DiagonalMixing` scales tokens.",
-            )
-        self.parts = parts
-
-    @staticmethod
-    @abstractmethod
-    def _fits(parts: tuple[MixingOperator, ...]) -> bool:
-        """Return True if the shapes of the parts fit together."""
-
-
-class ProductMixing(_SeveralMixing):
-    """Product of operators, such as the path through a gated layer: ``M = M_1 M_2 … M_n``.
-
-    In ``M V`` the last operator is applied first. The cost is the sum of the costs of the parts.
-
-    Raises:
-        ShapeError: if the shapes of the parts do not fit together.
-
-    Examples:
-        >>> import torch
-        >>> from rankwise.operators import DiagonalMixing, ToeplitzMixing
-        >>> gate, kernel = DiagonalMixing(torch.tensor([2.0, 3.0])), ToeplitzMixing(torch.tensor([1.0, 0.5]))
-        >>> ProductMixing(gate, kernel).dense().tolist()
-        [[2.0, 0.0], [1.5, 3.0]]
-    """
-
-    kind = "product"
-    _requirement = "where each has as many columns as the next has rows"
-
-    def __init__(self, *parts: MixingOperator) -> None:
-        super().__init__(*parts)
-        self.may_hide_columns = any(operator.may_hide_columns for operator in parts)
-
-    @staticmethod
-    def _fits(parts: tuple[MixingOperator, ...]) -> bool:
-        return all(left.shape[-1] == right.shape[-2] for left, right in pairwise(parts))
-
-    @property
-    def shape(self) -> torch.Size:
-        """Shape (..., T, S), with the T rows of the first part and the S columns of the last part."""
-        return torch.Size([*self.parts[0].shape[:-1], self.parts[-1].shape[-1]])
-
-    def rows(self, start: int, stop: int) -> Float[Tensor, "*batch R S"]:
-        """Return rows of M: rows of the first part, multiplied by all further parts in order."""
-        rows = self.parts[0].rows(start, stop).mT
-        for operator in self.parts[1:]:
-            rows = operator.apply_transposed(rows)
-        return rows.mT
-
-    def support_rows(self, start: int, stop: int) -> Bool[Tensor, "*batch R S"]:
-        """Return rows of the support: True where the supports of the parts allow a non-zero entry."""
-        seen = self.parts[0].support_rows(start, stop)
-        for operator in self.parts[1:]:
-            if not isinstance(operator, DiagonalMixing):  # a diagonal operator does not change the support
-                seen = (seen.float() @ operator.support().float()) > 0
-        return seen.expand(*self.shape[:-2], *seen.shape[-2:])
-
-    def _multiply(self, values: Tensor, transposed: bool) -> Tensor:
-        if transposed:
-            return reduce(lambda u, operator: operator.apply_transposed(u), self.parts, values)
-        return reduce(lambda v, operator: operator @ v, reversed(self.parts), values)
-
-
-class SumMixing(_SeveralMixing):
+class SumMixing(ComposedMixing, FastMixing):
     """Sum of operators, such as a state-space layer and its skip connection D·x: ``M = M_1 + M_2 + …``.
 
     The cost is the sum of the costs of the parts.
@@ -110,16 +28,18 @@ class SumMixing(_SeveralMixing):
     """
 
     kind = "sum"
-    _requirement = "and the same size"
 
     def __init__(self, *parts: MixingOperator) -> None:
         super().__init__(*parts)
+        if len({operator.shape for operator in parts}) != 1:
+            raise ShapeError(
+                "`SumMixing`",
+                expected="operators of the same shape",
+                got=", ".join(str(tuple(operator.shape)) for operator in parts) or "none",
+                fix="Give each operator every sequence and head; `DiagonalMixing` scales tokens.",
+            )
         # A column is hidden from all rows only if every term hides it.
         self.may_hide_columns = all(operator.may_hide_columns for operator in parts)
-
-    @staticmethod
-    def _fits(parts: tuple[MixingOperator, ...]) -> bool:
-        return all(operator.shape == parts[0].shape for operator in parts)
 
     @property
     def shape(self) -> torch.Size:

@@ -180,8 +180,6 @@ def _maps(comparison: Comparison) -> tuple[list[Figure], list[str]]:
             ],
             grid.row_names,
             [str(number) for number in grid.columns],
-            limits=(-1.0, 1.0),
-            scale="signed",
             caption=f"{grid.title} · {measures[name].formula}",
         )
         for name in names[:room]

@@ -11,7 +11,6 @@ from rankwise.auditing.measure_table import StateMeasure
 from rankwise.auditing.records import HeadRecord, Severity, StateRecord
 from rankwise.report.document import Figure
 from rankwise.report.format import round_for_page
-from rankwise.report.head_columns import Column
 from rankwise.report.heatmap_grid import Grid, Row
 
 _MOST_NUMBERS = 16
@@ -41,12 +40,9 @@ def cell_map(
     cells: Sequence[Sequence[MapCell | None]],
     rows: Sequence[str],
     columns: Sequence[str],
-    *,
-    limits: tuple[float, float] = (0.0, 1.0),
-    scale: str = "ramp",
     caption: str = "",
 ) -> Figure:
-    """Return a heat map with named rows and columns. The scale is `signed` around 0, otherwise `ramp`.
+    """Return a heat map of numbers from −1 to 1, with named rows and columns.
 
     The text of a cell without a number is always shown. Other texts are shown if the cells have room.
     """
@@ -54,9 +50,9 @@ def cell_map(
     values = [[cell.value if cell and math.isfinite(cell.value) else None for cell in row] for row in cells]
     texts = [[cell.text if cell and roomy else "" for cell in row] for row in cells]
     hover = [[html.escape(cell.hover) if cell else "" for cell in row] for row in cells]
-    heat = {"type": "heatmap", "z": values, "zmin": limits[0], "zmax": limits[1], "xgap": 2, "ygap": 2}
+    heat = {"type": "heatmap", "z": values, "zmin": -1.0, "zmax": 1.0, "xgap": 2, "ygap": 2}
     words = {"text": texts, "texttemplate": "%{text}" if roomy else "", "hovertext": hover}
-    data: list[dict[str, Any]] = [heat | words | {"hoverinfo": "text", "meta": {"scale": scale}}]
+    data: list[dict[str, Any]] = [heat | words | {"hoverinfo": "text", "meta": {"scale": "signed"}}]
     missing = [
         (x, y, cell.text)
         for y, row in enumerate(cells)
@@ -139,28 +135,6 @@ def step_curves(
         "xaxis": {"title": {"text": "audit" if names else "step"}} | ticks,
     }
     return Figure(name, title, data, layout, caption)
-
-
-def heat_map(grid: Grid, column: Column, heads: Sequence[HeadRecord]) -> Figure:
-    """Return a heat map of a measure for the heads of a grid, hatched where it is not informative."""
-
-    def cell(index: int) -> MapCell:
-        where = f"layer {heads[index].layer}, head {heads[index].head}: {column.short_title}"
-        if index in column.undefined_for:
-            return MapCell(math.nan, "╱╱╱", f"{where} is not informative for a diagonal mixer")
-        spread = column.spread[index] if column.spread else math.nan
-        around = f" ± {format_number(spread, column.digits)}" if math.isfinite(spread) else ""
-        label = column.label(index)
-        return MapCell(column.values[index], label, f"{where} {label}{around}")
-
-    return cell_map(
-        f"heads-{column.name}",
-        grid.title,
-        [[None if index is None else cell(index) for index in row] for row in grid.cells],
-        grid.row_names,
-        [str(number) for number in grid.columns],
-        limits=column.limits,
-    )
 
 
 def severity_signs(grid: Grid, severities: Mapping[int, Severity]) -> list[dict[str, Any]]:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from statistics import quantiles
 from typing import Any
 
-from rankwise._internals.records import format_number
 from rankwise._internals.statistics import mean
 from rankwise.auditing.measure_table import (
     HEAD_MEASURES,
@@ -71,10 +70,6 @@ class Column:
     def beyond(self) -> list[float]:
         """Finite values above the upper end of the color scale."""
         return [value for value in self.values if math.isfinite(value) and value > self.limits[1]]
-
-    def label(self, head: int) -> str:
-        """Return the text that is shown for a head's number."""
-        return self.labels.get(head) or format_number(self.values[head], self.digits)
 
     def data(self) -> dict[str, Any]:
         """Return the column as a dictionary that the scripts of the page read."""
