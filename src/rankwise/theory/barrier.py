@@ -50,8 +50,8 @@ def rank_barrier(tokens: int, mask: str | Tensor = "full") -> float | Float64[Te
         >>> round(rank_barrier(3, mask=torch.ones(3, 3, dtype=torch.bool).tril()).item(), 6)
         2.0
     """
+    whole_number("`tokens`", tokens)
     if isinstance(mask, Tensor):
-        whole_number("`tokens`", tokens)
         fits = mask.ndim >= 2 and mask.shape[-2] == tokens and mask.shape[-1] > 0
         if mask.dtype != torch.bool or not fits:
             raise ShapeError(
@@ -61,26 +61,10 @@ def rank_barrier(tokens: int, mask: str | Tensor = "full") -> float | Float64[Te
                 fix="True if row i sees column j; an additive mask becomes boolean with mask == 0.",
             )
         return rank_barrier_of_rows([mask])
-    check_sizes(tokens, None, mask, None)
+    one_of("`mask`", mask, MASKS)
     if mask == "causal" or tokens == 1:  # math.log1p(−1) raises an error
         return (tokens + 1) / 2
     return -tokens * math.expm1(tokens * math.log1p(-1 / tokens))
-
-
-def check_sizes(tokens: int, sources: int | None, mask: str, window: int | None) -> int:
-    """Return the number of columns S, which is T by default; raise if sizes, mask and window do not match."""
-    for name, size in (("tokens", tokens), ("sources", sources), ("window", window)):
-        if size is not None:
-            whole_number(f"`{name}`", size)
-    one_of("`mask`", mask, MASKS)
-    if sources not in (None, tokens) and (mask == "causal" or window is not None):
-        raise ShapeError(
-            "`sources`",
-            expected=f"{tokens}, as many as tokens, under the causal mask or a window",
-            got=str(sources),
-            fix="Leave it out, or pass the columns that each row sees as a boolean mask.",
-        )
-    return sources or tokens
 
 
 def rank_barrier_of_rows(rows: Iterable[Bool[Tensor, "*batch _ S"]]) -> Float64[Tensor, "*batch"]:

@@ -4,8 +4,8 @@ import math
 from itertools import pairwise, product
 
 from rankwise._internals.statistics import check_delta
-from rankwise.errors import ShapeError, in_range, whole_number
-from rankwise.theory.barrier import check_sizes
+from rankwise.errors import ShapeError, in_range, one_of, whole_number
+from rankwise.theory.barrier import MASKS
 from rankwise.theory.random_heads import SimulatedRank, simulate_spectra
 
 MAX_ENTRIES = 4096 * 4096
@@ -110,6 +110,22 @@ def random_head_rank(
     # Beyond the window, each further token adds about the same rank, so the rank is linear in T.
     linear = window is not None and tokens > window
     return _between(points, [weight for *_, weight in nodes], linear)
+
+
+def check_sizes(tokens: int, sources: int | None, mask: str, window: int | None) -> int:
+    """Return the number of columns S, which is T by default; raise if sizes, mask and window do not match."""
+    for name, size in (("tokens", tokens), ("sources", sources), ("window", window)):
+        if size is not None:
+            whole_number(f"`{name}`", size)
+    one_of("`mask`", mask, MASKS)
+    if sources not in (None, tokens) and (mask == "causal" or window is not None):
+        raise ShapeError(
+            "`sources`",
+            expected=f"{tokens}, as many as tokens, under the causal mask or a window",
+            got=str(sources),
+            fix="Leave it out.",
+        )
+    return sources or tokens
 
 
 def _nodes(size: int, window: int | None) -> list[tuple[int, float]]:

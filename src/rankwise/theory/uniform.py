@@ -4,8 +4,7 @@ import math
 from functools import lru_cache
 
 from rankwise._internals.statistics import check_delta
-from rankwise.theory.barrier import check_sizes
-from rankwise.theory.random_rank import MAX_ENTRIES, random_head_rank
+from rankwise.theory.random_rank import MAX_ENTRIES, check_sizes, random_head_rank
 
 
 @lru_cache(maxsize=4096)
