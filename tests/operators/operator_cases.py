@@ -49,7 +49,6 @@ WHOLE = (
     "softmax, grouped, bias",
     "toeplitz",
     "semiseparable, grouped, stepped",
-    "product",
 )
 """Kinds whose transposes and parts are kinds, too: both are computed from the whole in the same way."""
 

@@ -323,7 +323,6 @@ def test_kinds_are_named_as_records_name_them():
         "semiseparable",
         "selective",
         "gated delta",
-        "product",
         "sum",
     }
     assert set(MIXER_KINDS) <= kinds
