@@ -159,14 +159,18 @@ def output_embedding(model: nn.Module) -> nn.Module | None:
     return find_head()
 
 
+def can_leave_out_logits(model: nn.Module) -> bool:
+    """Return True if a model of transformers can compute the logits of some tokens alone."""
+    return "logits_to_keep" in argument_names(model) and isinstance(output_embedding(model), nn.Linear)
+
+
 def without_logits(model: nn.Module, batch: Any) -> Any:
-    """Return a batch that asks for the logits of one token, if a model of transformers can, without a loss.
+    """Return a batch that asks for the logits of one token, if the model can do so and computes no loss.
 
     An audit reads no logits, which take most of the time and memory of small models with many words.
     """
     is_free = isinstance(batch, Mapping) and not {"logits_to_keep", *LABELS} & batch.keys()
-    can = "logits_to_keep" in argument_names(model) and isinstance(output_embedding(model), nn.Linear)
-    return {**batch, "logits_to_keep": 1} if is_free and can else batch
+    return {**batch, "logits_to_keep": 1} if is_free and can_leave_out_logits(model) else batch
 
 
 def real_tokens(batch: Batch, shape: Sequence[int], decoder: bool = False) -> Bool[Tensor, "B *T"]:

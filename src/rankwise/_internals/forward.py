@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from rankwise._internals.batches import (
     Batch,
     map_leaves,
+    output_embedding,
     second_argument,
     takes_dict,
     tensors_in,
@@ -41,6 +42,12 @@ def config_value(source: Any, *names: str, default: Any = None) -> Any:
         return next((v for name in names if (v := getattr(config, name, None)) is not None), default)
     except RuntimeError:
         return default
+
+
+def vocabulary(model: nn.Module) -> int:
+    """Return the number of rows of the output embedding of a transformers model. Return 0 if unknown."""
+    weight = getattr(output_embedding(model), "weight", None)
+    return len(weight) if isinstance(weight, Tensor) else 0
 
 
 def run_model(model: nn.Module, batch: Batch, *, seed: int | None = 0) -> Any:

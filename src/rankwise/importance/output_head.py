@@ -17,7 +17,6 @@ from rankwise._internals.batches import (
     drop_unused_labels,
     first_sequences,
     label_position,
-    output_embedding,
     tensors_in,
     to_device,
 )
@@ -28,6 +27,7 @@ from rankwise._internals.forward import (
     device_of,
     out_of_memory,
     run_model,
+    vocabulary,
 )
 from rankwise._internals.torch_private import is_compiled, preserve_state
 from rankwise.errors import first_line
@@ -131,8 +131,7 @@ def first_pass(model: nn.Module, batch: Batch, seed: int | None = 0) -> FirstPas
     is_cuttable = isinstance(batch, Mapping) and {len(tensor) for tensor in tensors if tensor.dim()} == {
         batch_size(batch)
     }
-    weight = getattr(output_embedding(model), "weight", None)
-    if is_cuttable and isinstance(weight, Tensor) and longest * len(weight) > CHUNK:
+    if is_cuttable and longest * vocabulary(model) > CHUNK:
         inputs, original = first_sequences(inputs, 1), first_sequences(batch, 1)
     names = {module: name for name, module in model.named_modules() if name}
     calls: deque[tuple[str, Tensor]] = deque(maxlen=LAST_CALLS)
