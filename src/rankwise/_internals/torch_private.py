@@ -248,24 +248,28 @@ def preserve_state(model: nn.Module) -> Iterator[None]:
     or parameters, as lazy modules do, because attributes record the addition. Cost: a copy of the buffers.
     """
     special = (torch.jit.ScriptModule, nn.modules.lazy.LazyModuleMixin)  # these store state elsewhere
-    modules = [module for module in model.modules() if not isinstance(module, special)]
-    stores: list[Any] = [store for module in modules for store in (module._buffers, vars(module))]
-    stores += [module._non_persistent_buffers_set for module in modules]
+    every = [*model.modules()]
+    modules = [module for module in every if not isinstance(module, special)]
     torch_names = vars(nn.Module())
     hook_names = [name for name in torch_names if "_hooks" in name]
     hooks = [vars(module)[name] for module in modules for name in hook_names]
     present = [(store, set(store)) for store in hooks]
-    attributes = (item for module in modules for item in vars(module).items())
-    stores += _containers(value for name, value in attributes if name not in torch_names)
+    own = [(vars(module), name) for module in modules for name in vars(module).keys() - torch_names.keys()]
+    inside: list[Any] = [module._buffers for module in modules]
+    inside += _containers(store[name] for store, name in own)
+    stores = [vars(module) for module in modules] + inside
+    stores += [module._non_persistent_buffers_set for module in modules]
+    places = [*own, *((store, name) for store in inside for name in _places(store))]
+    contents = [store[name] for store, name in places] + [x for s in inside if isinstance(s, set) for x in s]
     kinds = (Tensor, Generator, np.random.Generator)
-    contents = (store.values() if isinstance(store, dict) else store for store in stores)
-    values = [value for content in contents for value in content if isinstance(value, kinds)]
+    values = [value for value in contents if isinstance(value, kinds)]
     generators = [(value, value.get_state()) for value in values if isinstance(value, Generator)]
     bits = [value.bit_generator for value in values if isinstance(value, np.random.Generator)]
     numpy_states = [(bit_generator, bit_generator.state) for bit_generator in bits]
 
     def parts() -> int:
-        return len([*model.modules(), *model.parameters()])
+        inner = (store for module in every for store in (module._modules, module._parameters))
+        return sum(part is not None for store in inner for part in store.values())
 
     before, kept = parts(), [(store, store.copy()) for store in stores]
     try:
@@ -278,11 +282,9 @@ def preserve_state(model: nn.Module) -> Iterator[None]:
                 for x in tensors
                 if not isinstance(x, nn.Parameter)
             }
-            for store in stores:
-                if not isinstance(store, set):  # a set would not find copies of tensors
-                    for name, value in store.items() if isinstance(store, dict) else enumerate(store):
-                        if id(value) in copies:
-                            store[name] = copies[id(value)]
+            for store, name in places:
+                if id(store[name]) in copies:
+                    store[name] = copies[id(store[name])]
         yield
     finally:
         for generator, state in generators:
@@ -297,6 +299,11 @@ def preserve_state(model: nn.Module) -> Iterator[None]:
             if not isinstance(store, dict) or list(store) != list(content):
                 store.clear()
             (store.extend if isinstance(store, list | deque) else store.update)(content)
+
+
+def _places(store: Any) -> Iterable[Any]:
+    """Return the keys or indices of a container; a set has none, and would not find copies of tensors."""
+    return store if isinstance(store, dict) else range(0 if isinstance(store, set) else len(store))
 
 
 def _containers(values: Iterable[Any]) -> list[Any]:
