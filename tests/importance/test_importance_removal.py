@@ -169,13 +169,13 @@ HALVED = ImportanceSettings(exact=True, probes=0, tolerance=0.3)
 )
 def test_the_set_and_its_price_do_not_depend_on_the_batches(loss, tolerance):
     """Sequence n is the same in every batch, with padding or without."""
-    model, lengths = language_model(), (9, 12, 5, 12, 7, 11, 8)
-    length = lengths if loss == "causal" else [12] * 7
+    model, lengths = language_model(), (9, 12, 5, 11, 8)
+    length = lengths if loss == "causal" else [12] * 5
     real = torch.arange(12) < torch.tensor(length)[:, None]
-    whole = {"input_ids": ids(7, 12).masked_fill(~real, 0), "attention_mask": real.long()}
+    whole = {"input_ids": ids(5, 12).masked_fill(~real, 0), "attention_mask": real.long()}
     found = []
-    for size in (1, 2, 3, 7):
-        batches = [{name: rows[at : at + size] for name, rows in whole.items()} for at in range(0, 7, size)]
+    for size in (1, 3, 5):
+        batches = [{name: rows[at : at + size] for name, rows in whole.items()} for at in range(0, 5, size)]
         settings = dataclasses.replace(HALVED, loss=loss, tolerance=tolerance)
         importance = measure(model, batches, settings)
         gone = importance.removable
@@ -188,7 +188,7 @@ def test_the_set_and_its_price_do_not_depend_on_the_batches(loss, tolerance):
         assert gone.heads == found[0].heads
         numbers, others = (one.model_dump(exclude={"heads", "sorted_by"}) for one in (found[0], gone))
         assert others == pytest.approx(numbers, rel=1e-5)  # the reference of KL is in float32
-    assert (found[0].chosen_on, found[0].held_out) == (4, 3)
+    assert (found[0].chosen_on, found[0].held_out) == (3, 2)
 
 
 @pytest.mark.parametrize("settings", [HALVED, ImportanceSettings(exact=False, tolerance=0.3, probes=8)])
@@ -220,9 +220,10 @@ def test_the_interval_is_students_over_held_out_sequences():
 def test_the_interval_weighs_sequences_by_tokens():
     """If every token costs the same, unequal lengths alone do not widen it; the jackknife agrees."""
     model, lengths = language_model(), torch.randint(4, 30, (24,), generator=torch.Generator().manual_seed(0))
-    batches = [{"input_ids": ids(1, int(length), seed=at)} for at, length in enumerate(lengths)]
-    gone = measure(model, batches, HALVED).removable
-    alone = [ablation_cost(model, batches[at : at + 1], gone.heads).cost for at in range(1, 24, 2)]
+    whole = {"input_ids": ids(24, 30), "attention_mask": (torch.arange(30) < lengths[:, None]).long()}
+    gone = measure(model, [whole], HALVED).removable
+    rows = [{name: own[at : at + 1] for name, own in whole.items()} for at in range(1, 24, 2)]
+    alone = [ablation_cost(model, [row], gone.heads).cost for row in rows]
     counts = lengths[1::2].numpy() - 1.0
     sums = np.array(alone) * counts
     left_out = (sums.sum() - sums) / (counts.sum() - counts)
@@ -313,7 +314,7 @@ def test_a_model_without_gradients_is_refused_unless_heads_are_removed_one_by_on
         assert importance.removable.sorted_by == "exact"
 
 
-@pytest.mark.parametrize(("probes", "few"), [(3, 5), (3, 4), (9, 4)])
+@pytest.mark.parametrize(("probes", "few"), [(3, 5), (9, 4)])
 def test_the_method_with_few_passes_is_chosen_and_the_record_says_why(probes, few, monkeypatch):
     """Eight heads and two blocks are 10 passes that restart and count as half, whatever estimates take."""
     monkeypatch.setattr("rankwise.importance.ablation.FEW_PASSES", few)
