@@ -72,7 +72,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "hidden_size": 32,
         "intermediate_size": 64,
     }
-    words = {"vocab_size": 259, "pad_token_id": 0, "eos_token_id": 1, "max_position_embeddings": 128}
+    words = {"vocab_size": 259, "pad_token_id": 0, "eos_token_id": 1, "max_position_embeddings": 64}
     models = {
         "gpt2": transformers.GPT2LMHeadModel(
             transformers.GPT2Config(
@@ -88,7 +88,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, model in models.items():
         model.save_pretrained(root / name)
         if name != "my-vit":
-            length = 512 if name == "gpt2" else 128
+            length = 512 if name == "gpt2" else 64
             transformers.ByT5Tokenizer(extra_ids=0, model_max_length=length).save_pretrained(root / name)
     size = {"height": 32, "width": 32}
     reader = {"image_processor_type": "ViTImageProcessor", "size": size, "do_normalize": False}
@@ -125,13 +125,11 @@ def test_the_commands_of_a_page_run(page: str, folder: Path, monkeypatch: pytest
 def run(words: list[str]) -> None:
     """Run a command. Raise if it fails, except with the status of `--fail-on`."""
     shutil.rmtree("rankwise-compressed", ignore_errors=True)
-    if "compress" in words:  # few sequences and steps, because only the outcome of the command counts
-        words = [
-            *words,
-            "--sequences",
-            "4",
-            *(["--calibration-steps", "2"] * ("--calibration-steps" in words)),
-        ]
+    # few sequences and steps, because only the outcome of the command counts
+    if {"--text", "--images"} & {*words}:
+        words = [*words, "--sequences", "4"]
+    if "--calibration-steps" in words:
+        words = [*words, "--calibration-steps", "2"]
     words = [name for word in words for name in (sorted(glob.glob(word)) or [word])]
     result = CliRunner().invoke(app, words)
     allowed = (0, 3) if "--fail-on" in words else (0,)

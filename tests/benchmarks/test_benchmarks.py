@@ -80,14 +80,9 @@ def test_an_entry_near_zero_does_not_hide_a_wrong_kernel(entry, monkeypatch):
 def test_a_benchmark_runs_and_writes_its_rows(name, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(language, "MODELS", ("transformer", "tost"))
     monkeypatch.setattr(state_space, "in_fresh_process", lambda *_, **__: None)
-    monkeypatch.setattr(estimate, "in_fresh_process", lambda _, **job: estimate.peak(**job))
-    monkeypatch.setattr(
-        offload,
-        "in_fresh_process",
-        lambda name, **job: offload.peak(**job) if "in_memory" in job else in_fresh_process(name, **job),
-    )
+    for module in (audit, estimate, offload):
+        monkeypatch.setattr(module, "in_fresh_process", lambda _, module=module, **job: module.peak(**job))
     out, threads = tmp_path / "out.json", torch.get_num_threads()
-    monkeypatch.setattr(audit, "in_fresh_process", lambda _, **job: audit.peak(**job))
     size = {"tssa": ["--tokens", "64", "16"], "device": ["--tokens", "32"]}.get(name, [])
     try:
         assert command.main([name, "--quick", "--repeats", "1", "--out", str(out), *size]) == 0

@@ -3,8 +3,6 @@
 import json
 import math
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -296,17 +294,6 @@ def test_ctrl_c_writes_the_finished_batches_but_not_over_a_finished_audit(run: R
     assert not Audit.load(tmp_path / "rankwise-audit" / "incomplete").complete
     assert run("audit", f"{NETS}:interrupted", "--out", "new").exit_code == 130
     assert not Audit.load(tmp_path / "new").complete
-
-
-def test_the_demo_in_a_fresh_process(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "rankwise", "audit", "--sequences", "1", "--tokens", "64"],
-        capture_output=True, text=True, check=True, cwd=tmp_path,
-    )  # fmt: skip
-    assert done.stderr == ""
-    audit = Audit.load(tmp_path / "rankwise-audit")
-    assert (len(audit.heads), len(audit.states), audit.complete) == (16, 5, True)
-    assert audit.provenance.command.startswith("rankwise audit")
 
 
 def test_help_names_options_and_shows_examples(run: Run) -> None:

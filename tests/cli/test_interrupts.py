@@ -12,6 +12,7 @@ import pytest
 
 from rankwise.__main__ import main
 from rankwise.auditing import Audit
+from rankwise.cli import main as run_command
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="sends signals")
 
@@ -110,17 +111,24 @@ def test_a_command_that_ignores_the_signal_continues(tmp_path: Path) -> None:
     assert out == "0.1.0.dev0\n"
 
 
-def test_python_m_rankwise_is_the_command_and_its_threads_do_not_spin(tmp_path: Path) -> None:
-    around = {name: value for name, value in os.environ.items() if name not in SPIN} | {
-        "OMP_DISPLAY_ENV": "true"
-    }
-    words = [sys.executable, "-m", "rankwise", "audit", "nowhere.py:f"]
-    done = subprocess.run(words, capture_output=True, text=True, check=False, env=around)
-    assert done.returncode == 1
-    assert re.findall(r"OMP_WAIT_POLICY\s*=\s*'(\w+)'", done.stderr) == ["PASSIVE"]
-    said = [line for line in done.stderr.splitlines() if line.startswith("rankwise")]
-    assert len(said) == 1
-    assert said[0].startswith("rankwise: model nowhere.py:f: expected a factory without")
+def test_the_demo_is_audited_and_threads_do_not_spin(tmp_path: Path) -> None:
+    around = {name: value for name, value in os.environ.items() if name not in SPIN}
+    done = subprocess.run(
+        [sys.executable, "-m", "rankwise", "audit", "--sequences", "1", "--tokens", "64"],
+        capture_output=True, text=True, check=True, cwd=tmp_path, env=around | {"OMP_DISPLAY_ENV": "true"},
+    )  # fmt: skip
+    policies, _, errors = done.stderr.rpartition("OPENMP DISPLAY ENVIRONMENT END\n")
+    assert {*re.findall(r"OMP_WAIT_POLICY\s*=\s*'(\w+)'", policies)} == {"PASSIVE"}
+    assert errors.strip() == ""
+    audit = Audit.load(tmp_path / "rankwise-audit")
+    assert (len(audit.heads), len(audit.states), audit.complete) == (16, 5, True)
+    assert audit.provenance.command.startswith("rankwise audit")
+
+
+def test_an_error_for_users_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["rankwise", "audit", "nowhere.py:f"])
+    with pytest.raises(SystemExit, match=r"^rankwise: model nowhere\.py:f: expected a factory without.*$"):
+        run_command()
 
 
 @pytest.mark.parametrize("name", SPIN)

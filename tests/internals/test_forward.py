@@ -1,6 +1,7 @@
 """A batch determines how a model is called; every change of a model is undone exactly."""
 
 import copy
+import functools
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -230,13 +231,18 @@ def test_a_state_that_a_run_changes_is_as_before_in_every_run(how: str) -> None:
     assert torch.equal(first, again)
 
 
+@functools.cache
+def from_one_state(use: str) -> Any:
+    return FUNCTIONS[use](stateful_gpt2("none"))
+
+
 @pytest.mark.parametrize("how", ["in place", "in a list"])
 @pytest.mark.parametrize("use", FUNCTIONS)
 def test_every_function_runs_a_model_from_the_same_state(use: str, how: str) -> None:
     model = stateful_gpt2(how)
     with untouched(model):
         result = FUNCTIONS[use](model)
-    assert result == FUNCTIONS[use](stateful_gpt2("none"))
+    assert result == from_one_state(use)
 
 
 def test_a_text_longer_than_all_before_gives_the_same_output_in_every_run() -> None:
