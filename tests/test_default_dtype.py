@@ -55,12 +55,12 @@ OPERATOR_MEASURES = [
 
 def bert() -> Any:
     with default_dtype(torch.float32):
-        return hugging_face("BertForMaskedLM", "BertConfig", **BERT)()
+        return hugging_face("BertForMaskedLM", "BertConfig", **BERT | {"num_hidden_layers": 2})()
 
 
 def gpt2() -> Any:
     with default_dtype(torch.float32):
-        return hugging_face("GPT2LMHeadModel", "GPT2Config", **GPT)()
+        return hugging_face("GPT2LMHeadModel", "GPT2Config", **GPT | {"n_layer": 1})()
 
 
 def tost() -> Any:

@@ -330,7 +330,7 @@ def test_layers_are_the_same_in_half_precision(part: str) -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         model = with_large_biases(dtype)
         weights = {name: weight.data_ptr() for name, weight in model.named_parameters()}
-        record = rw.compress(model, [ids(seed=seed) for seed in range(4)], keep=0.75, parts=part)
+        record = rw.compress(model, [ids()], keep=0.75, parts=part)
         kept = [name for name, weight in model.named_parameters() if weights.get(name) == weight.data_ptr()]
         assert "model.embed_tokens.weight" in kept
         assert {weight.dtype for weight in model.parameters()} == {dtype}
