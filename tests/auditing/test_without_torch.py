@@ -1,4 +1,4 @@
-"""Saved audits are loaded, merged, compared and shown where torch is missing."""
+"""Records and reports are imported, and audits loaded, merged, compared and shown, where torch is missing."""
 
 import subprocess
 import sys
@@ -12,6 +12,13 @@ CODE = """
 import sys
 sys.modules["torch"] = None  # every import of it fails
 import rankwise as rw
+from rankwise import report
+from rankwise.auditing import comparison
+from rankwise.compression import Compression, HeadWidth
+from rankwise.report.compression_report import compression_document
+from rankwise.tracing import Address
+Address()
+assert "jinja2" not in sys.modules
 first, second = (rw.Audit.load(path) for path in sys.argv[1:3])
 merged = rw.Audit.merge([first, second])
 print(merged.verdict.sentence)
