@@ -194,10 +194,13 @@ def test_wrong_options_are_refused_before_the_model_is_loaded(run, arguments, sa
 
 
 @pytest.mark.parametrize("name", ["skips.json", "skips.safetensors"])
-def test_a_folder_with_skips_is_refused_before_the_model_is_loaded(run: Run, name: str) -> None:
+@pytest.mark.parametrize("options", [("--out", "new"), ("--preview",)])
+def test_a_folder_with_skips_is_refused_before_the_model_is_loaded(
+    run: Run, name: str, options: tuple[str, ...]
+) -> None:
     Path("skipped").mkdir()
     Path("skipped", name).touch()
-    done = run("compress", "skipped", "--text", "text.txt", "--out", "new", works=False)
+    done = run("compress", "skipped", "--text", "text.txt", *options, works=False)
     assert "model skipped: expected a model without λ-skips, got saved λ-skips" in str(done.exception)
     assert not Path("new").exists()
 

@@ -26,6 +26,7 @@ from tests.compression.compression_cases import (
     sharpened,
     smollm3,
 )
+from tests.compression.test_heads import own_words
 from tests.support.documents import compression_document
 from tests.support.untouched import untouched
 from torch import Tensor, nn
@@ -190,14 +191,29 @@ def test_uniform_heads_and_key_heads_combine() -> None:
 
 
 def test_a_tolerance_takes_the_fewest_heads_within_it() -> None:
-    labels = {"labels": ids(8, 24, 7)["input_ids"]}
     model = repeated(own(), 4)
-    done = compress(model, [ids(8, 24) | labels], tolerance=1e-3, parts="key-heads")
+    done = compress(model, [own_words(model, ids(8, 24))], tolerance=1e-3, parts="key-heads")
     assert [layer.after for layer in done.merged] == [1, 1]
-    model = own()
-    done = compress(model, [ids(8, 24) | labels], tolerance=1e-9, parts="key-heads")
-    assert done.parameters_after <= done.parameters_before
-    assert done.worst.loss_added / done.worst.loss_before <= 1e-6
+    data = own_words(own(), ids(8, 24))
+    costs = [compress(own(), [data], keep, parts="key-heads").worst.relative for keep in (0.5, 0.25)]
+    assert 0 < costs[0] < costs[1]
+    for tolerance, left in ((0.9 * costs[0], 4), (1.1 * costs[0], 2), (1.1 * costs[1], 1)):
+        done = compress(own(), [data], tolerance=tolerance, parts="key-heads")
+        assert [layer.after for layer in done.merged] == ([left] * 2 if left < 4 else [])
+
+
+def test_a_tolerance_needs_a_loss() -> None:
+    model = made("Llama", "Model", **SIZES)
+    with pytest.raises(CompressionError, match="expected a loss of labels or of next tokens"):
+        compress(model, [ids(8, 24)], tolerance=10, parts="key-heads")
+
+
+@pytest.mark.parametrize(("part", "uniform"), [("key-heads", False), ("heads", True)])
+def test_a_held_out_cost_above_the_tolerance_is_noted(part: str, uniform: bool) -> None:
+    data, held_out = ids(8, 24) | {"labels": ids(8, 24, 7)["input_ids"]}, [own_words(own(), ids(8, 24, 1))]
+    done = compress(own(), [data], tolerance=0.1, parts=part, uniform=uniform, held_out=held_out)
+    said = f"{part}: the cost on held-out data is {done.worst.relative:.3g}, above the tolerance 0.1."
+    assert said in done.notes
 
 
 @pytest.mark.parametrize(

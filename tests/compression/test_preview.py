@@ -125,6 +125,16 @@ def test_a_quantized_cache_has_the_bytes_of_its_numbers_scales_and_zeros() -> No
         assert row.cache_bytes == round(4 * numbers * tokens[0] + per_token * tokens[1])
 
 
+def test_latents_of_8_bits_have_the_bytes_of_their_numbers_scales_and_zeros() -> None:
+    done = preview(made("Llama", **SIZES | {"hidden_size": 256}), **DATA, parts="kv")
+    model = made("Llama", **SIZES | {"hidden_size": 256})
+    ranks = [latent.rank for latent in rw.compress(model, **DATA, keep={"kv": 0.75}).latents]
+    assert max(ranks) > 64
+    per_token = sum(rank + 4 * math.ceil(rank / 64) + 4 for rank in ranks)  # and the position, of 4 bytes
+    [row] = [row for row in done.rows if row.part and row.bits and row.keep == 0.75]
+    assert row.cache_bytes == done.cache_tokens * per_token
+
+
 def test_what_a_model_does_not_allow_is_a_row_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     done = preview(bert(), [ids(8, 30)], parts=("width", "kv"))
     assert [(row.part, bool(row.refused)) for row in done.rows if row.part == "kv"] == [("kv", True)]
@@ -158,13 +168,15 @@ def test_models_and_data_that_cannot_be_previewed_are_refused() -> None:
     assert all(math.isnan(row.cost.spread) and math.isfinite(row.cost.loss_added) for row in one.rows)
 
 
-def rows_of(*rows: tuple[str, float, int, int, float], bits: int = 8, kept: int = 0) -> Preview:
+def rows_of(
+    *rows: tuple[str, float, int, int, float], bits: int = 8, kept: int = 0, spread: float = 0.0
+) -> Preview:
     """Rows of part, loss added, bytes of cache, parameters and time, next to 100, 100 and 1.0."""
     made = [
         PreviewRow(
             part=part, keep=0.5, bits=0 if part else bits, parameters=parameters, time=time,
             cache_bytes=cache, kept_keys=kept * (part == "kv"),
-            cost=WindowCost(tokens=9, windows=2, loss_before=2.0, loss_added=added, spread=0.01),
+            cost=WindowCost(tokens=9, windows=2, loss_before=2.0, loss_added=added, spread=spread),
         )
         for part, added, cache, parameters, time in rows
     ]  # fmt: skip
@@ -193,6 +205,9 @@ def test_the_first_line_recommends_the_least_of_what_pays() -> None:
         in preview_document(rows_of(("kv", 0.03, 40, 98, 2.0))).verdict.sentence
     )
     assert rows_of(("", 0.0, 30, 100, math.nan), bits=4).recommended("memory") is None
+    for uncertain in (0.011, math.nan):  # two standard errors above 1 %, and one window
+        assert rows_of(("kv", 0.0, 40, 98, 2.0), spread=uncertain).recommended("memory") is None
+    assert math.isnan(WindowCost(loss_before=0.0, loss_added=1.0).relative)
     assert rows_of(("kv", 0.0, 40, 100, 2.0), kept=56).recommended("memory") is None
     sentence = preview_document(rows_of(("kv", 0.0, 40, 100, 2.0), kept=50)).verdict.sentence
     assert "(90% of the cache, kept keys included, +0.00% loss)" in sentence

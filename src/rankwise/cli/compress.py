@@ -110,14 +110,14 @@ def command(
     check_data([model], context, text=text, images=images, dataset=dataset)
     data: dict[str, Any] = {"text": text, "images": images, "dataset": dataset}
     sizes: dict[str, Any] = {"tokens": tokens, "sequences": sequences, "batch_size": batch_size}
+    if any((Path(model) / name).is_file() for name in (FACTS, NUMBERS)):
+        fix = "Compress the model without them, then run `rankwise skip` on the result."
+        raise InputError(f"model {model}", expected="a model without λ-skips", got="saved λ-skips", fix=fix)
     if preview:
         load = partial(load_model, model, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
         _preview(context, load, lambda subject: _data(subject, data, sizes, held_out_tokens), names, seed)
         return
     check_unused(out)
-    if any((Path(model) / name).is_file() for name in (FACTS, NUMBERS)):
-        fix = "Compress the model without them, then run `rankwise skip` on the result."
-        raise InputError(f"model {model}", expected="a model without λ-skips", got="saved λ-skips", fix=fix)
     with output.new_folder(out):
         with output.show_progress() as on_progress:
             subject = load_model(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
@@ -177,18 +177,18 @@ def _preview(context: typer.Context, load: Any, data: Any, parts: list[str] | No
             raise InputError("--preview", expected=f"no {param.opts[0]}", got=param.opts[0], fix=fix)
         value = context.params[param.name or ""]
         words += [param.opts[0]] if value is True else [param.opts[0], str(value)]
-    previews = list[Preview]()
+    previews, notes = list[Preview](), list[str]()
     try:
         with output.show_progress() as on_progress:
             subject = load()
-            batches, held_out, _ = data(subject)
+            batches, held_out, notes = data(subject)
             preview(
                 subject.model, batches, held_out=held_out or None, parts=parts, seed=seed,
                 on_progress=on_progress, on_row=previews.append,
             )  # fmt: skip
     finally:
         if previews:
-            output.print_results(preview_document(previews[-1], shlex.join(words)))
+            output.print_results(preview_document(previews[-1], shlex.join(words), notes))
 
 
 def _target(option: str, values: list[str] | None) -> float | dict[str, float] | None:
@@ -234,15 +234,18 @@ def _data(
     inputs, others = (load_data(subject, **data, **sizes, half=half) for half in (0, 1))
     held_out, tokens = list(others.batches), sizes["tokens"]
     longest = min(longest, longest_sequence(subject.model) or longest)
+    notes = [f"no {2 * tokens:,} tokens in a row were held out: longer windows were not measured"]
+    notes = notes if longest >= 2 * tokens else []
     while longest >= 2 * tokens:
         more: dict[str, Any] = {"sequences": max(4, sizes["sequences"] * tokens // longest)}
         more |= {"tokens": longest, "batch_size": max(1, sizes["batch_size"] * tokens // longest)}
         with suppress(InputError):  # the text is too short, or memory too small
             long = load_data(subject, **data, **more, half=1).batches
             held_out += [batch for batch in long if tensors_in(batch)[0].shape[1] >= 2 * tokens]
+            notes = []
             break
         longest //= 2
-    note = "the second half of the text, or every second text, was held out"
+    note = "; ".join(["the second half of the text, or every second text, was held out", *notes])
     return list(inputs.batches), held_out, [f"Data: {inputs.data}; {note}.", *inputs.notes]
 
 

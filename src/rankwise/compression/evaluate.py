@@ -18,7 +18,7 @@ from rankwise._internals.forward import Change, Progress, device_of, run_model
 from rankwise._internals.linalg import as_float64
 from rankwise._internals.torch_private import preserve_state
 from rankwise.auditing.batches import longest_sequence
-from rankwise.compression.kv_modules import LatentProjection
+from rankwise.compression.kv_modules import LatentCache, LatentProjection
 from rankwise.compression.quantized_cache import GROUP, is_decoder, quantized_cache
 from rankwise.compression.records import CACHE_TOKENS, CacheSize, PreviewRow, WindowCost
 from rankwise.errors import InputError, RankwiseError, first_line
@@ -148,7 +148,7 @@ def measure_row(
     except Exception as error:  # a way that fails must not lose the others
         return row.model_copy(update={"refused": refusal(error)})
     tokens = reference_tokens(model)
-    cache = [layer.quantized(row.bits) if row.bits else layer for layer in after.cache]
+    cache = [layer.quantized(row.bits, bool(row.part)) if row.bits else layer for layer in after.cache]
     return row.model_copy(
         update={
             "cost": max(costs, key=lambda cost: cost.cost),
@@ -238,16 +238,18 @@ class CachedLayer:
     """Floating-point numbers of the keys and of the values of one token."""
     size: int
     """Bytes of such a number."""
+    has_latents: bool = False
 
-    def quantized(self, bits: int) -> "CachedLayer":
-        """Return the layer with numbers of a few bits: groups of 64 tokens of keys, channels of values.
+    def quantized(self, bits: int, latents: bool) -> "CachedLayer":
+        """Return the layer with numbers of a few bits, if it keeps what is quantized: latents, or all tokens.
 
-        A window stays as it is, because no cache of transformers quantizes it.
+        Groups have 64 tokens of keys, or 64 channels of values or latents. A window stays as it is, because
+        no cache of transformers quantizes it.
         """
-        if self.most is not None:
+        if self.has_latents is not latents or (self.most is not None and not latents):
             return self
         keys, values = self.numbers
-        groups = keys / GROUP + -(-values // GROUP)
+        groups = (-(-keys // GROUP) if latents else keys / GROUP) + -(-values // GROUP)
         return replace(self, bytes=self.bytes + (keys + values) * (bits / 8 - self.size) + 4 * groups)
 
 
@@ -267,7 +269,8 @@ def cached_layers(model: nn.Module, batch: Any) -> list[CachedLayer]:
             # transformers keeps the window without the present token
             most = layer.sliding_window - 1 if getattr(layer, "is_sliding", False) else None
             numbers = [count * x.is_floating_point() for count, x in zip(counts, tensors, strict=True)]
-            layers.append(CachedLayer(total, most, (numbers[0], numbers[1]), tensors[0].element_size()))
+            size, latents = tensors[0].element_size(), isinstance(layer, LatentCache)
+            layers.append(CachedLayer(total, most, (numbers[0], numbers[1]), size, latents))
         else:
             layers.append(CachedLayer(0, None, (0, 0), 0))  # it has no keys, or another layer's
     return layers

@@ -50,6 +50,9 @@ def solve(job: Job) -> Solution:
     check_tokens(moments[0].tokens, layers[0].query_key.width)
     data = [to_device(batch, device_of(job.model)) for batch in job.batches]
     before = measure_losses(job.model, data) if job.tolerance is not None else []
+    if job.tolerance is not None and not before:
+        expected, got = "a loss of labels or of next tokens, of which it is a share", "a model without one"
+        raise CompressionError("`tolerance`", expected=expected, got=got, fix="Give `keep` instead.")
     chosen, left = Change(job.model), total
     for count in check(job):
         change = merging(job.model, {moment.layer: moment.merge(count) for moment in moments})
@@ -57,7 +60,7 @@ def solve(job: Job) -> Solution:
         if job.tolerance is not None:
             with change:
                 cost = added_loss(before, measure_losses(job.model, data))
-            if not cost or not cost["loss_added"] <= job.tolerance * cost["loss_before"]:
+            if not cost["loss_added"] <= job.tolerance * cost["loss_before"]:
                 break
         chosen, left = change, count
     if left == total:

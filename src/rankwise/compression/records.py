@@ -116,6 +116,18 @@ class WindowCost(Record):
         cost = self.loss_added if math.isfinite(self.loss_before) else self.output_error
         return cost if math.isfinite(cost) else math.inf
 
+    @property
+    def relative(self) -> float:
+        """Cost as a share of the loss, or of the squared norm of the outputs if there is no loss."""
+        if not math.isfinite(self.loss_before):
+            return self.cost**2
+        return self.cost / abs(self.loss_before or math.nan)
+
+    @property
+    def relative_spread(self) -> float:
+        """Spread as a share of the loss. NaN for one window, 0 without a loss."""
+        return self.spread / abs(self.loss_before or math.nan) if math.isfinite(self.loss_before) else 0.0
+
 
 class CacheSize(Record):
     """Bytes of the cached keys and values of one sequence. Windows are counted as they are kept."""
@@ -128,8 +140,9 @@ class CacheSize(Record):
 
 
 PAYS_COST, PAYS_SIZE, PAYS_TIME = 0.01, 0.95, 0.9
-"""A way pays if it adds at most this share to the loss, or to the squared norm of the outputs without a loss,
-and leaves at most this share of a size, or of the time, whose measurements vary by several percent."""
+"""A way pays if it adds at most this share to the loss, two standard errors included, or to the squared norm
+of the outputs without a loss, and leaves at most this share of a size, or of the time. Measured times vary by
+several percent."""
 
 
 class PreviewRow(Record):
@@ -151,12 +164,6 @@ class PreviewRow(Record):
     time: Number = math.nan
     """Time of a decoding step or of a pass, relative to the original. NaN if it was not measured."""
     refused: str = ""
-
-    @property
-    def relative_cost(self) -> float:
-        """Cost as a share of the loss, or of the squared norm of the outputs if there is no loss."""
-        cost = self.cost
-        return cost.cost / abs(cost.loss_before) if math.isfinite(cost.loss_before) else cost.cost**2
 
 
 class Preview(Record):
@@ -192,7 +199,7 @@ class Preview(Record):
             row
             for row in self.rows
             if not row.refused and row.bits in ((0,) if row.part else (8,))
-            if row.relative_cost <= PAYS_COST
+            if row.cost.relative + 2 * row.cost.relative_spread <= PAYS_COST
             if 0 < size(row) <= (PAYS_TIME if purpose == "speed" else PAYS_SIZE) * before
         ]
         return min(paying, key=lambda row: (size(row), row.cost.cost), default=None)

@@ -82,11 +82,12 @@ def compress(
 
     Each part is tried on the model before the work begins. Layers for which the trial fails are skipped and
     reported.
-    Cost: two passes over `batches`, whose queries and keys stay in memory; a softmax per channel of a head
-    of 16 sequences, or of all with a tolerance; with `calibrate`, three softmaxes per step.
+    Cost of ``width``: two passes over `batches`, whose queries and keys stay in memory; a softmax per channel
+    of a head of 16 sequences, or of all with a tolerance; with `calibrate`, three softmaxes per step.
 
     Args:
-        model: any module; it is changed in place. Its class, attention code and configuration stay.
+        model: any module; it is changed in place. Its class and attention code stay. ``blocks``,
+            ``key-heads`` and uniform ``heads`` change its configuration.
         batches: calibration data; a few thousand tokens.
         keep: share to keep, 0 < keep < 1; 0.5 by default. A mapping names its parts, such as
             ``{"heads": 0.9, "kv": 0.5}``; a number applies to each part. The unit depends on the part:
@@ -345,10 +346,10 @@ def _record(
     ]
     notes = [note for solution in every for note in solution.notes]
     worst = max(measured["costs"], key=lambda cost: cost.cost)
-    if worst.loss_added < worst.spread:
+    if abs(worst.loss_added) < 2 * worst.spread:
         notes.append(
-            f"The loss added, {worst.loss_added:.2g}, is below its spread over {worst.windows} windows, ± "
-            f"{worst.spread:.2g}: these data do not tell it from 0."
+            f"The loss added, {worst.loss_added:.2g}, is within twice its spread over {worst.windows} "
+            f"windows, ± {worst.spread:.2g}: these data do not tell it from 0."
         )
     for name, solution in solutions.items():
         if not (solution.change.modules or solution.change.attributes):
@@ -356,8 +357,7 @@ def _record(
         tolerance = targets[name][1]
         if tolerance is None:
             continue
-        share = worst.spread / (worst.loss_before or math.nan)
-        spread = {"kv": worst.spread, "blocks": share, "heads": share}.get(name, math.nan)
+        spread = {"kv": worst.spread, "width": math.nan}.get(name, worst.relative_spread)
         if tolerance < spread:
             notes.append(
                 f"{name}: the tolerance {tolerance:g} is below the spread of the cost, ± {spread:.2g}: "
@@ -371,6 +371,8 @@ def _record(
             costs["the calibration data"] = sum(latent.output_kl for latent in solution.latents)
             if len(solutions) == 1:  # then all of the measured cost is due to it
                 cost = max(cost.output_kl for cost in measured["costs"])
+        elif math.isnan(cost) and len(solutions) == 1:
+            cost = worst.relative
         costs[measured_on] = max(costs.get(measured_on, 0.0), cost)  # NaN does not replace a number
         notes += [
             f"{name}: the cost on {data} is {cost:.3g}, above the tolerance {tolerance:g}."

@@ -38,7 +38,7 @@ def preview(
 
     The ways are keys and values of 8, 4 and 3 bits, which are simulated, and each part of `compress` at the
     shares 0.75, 0.5 and 0.25. A way that fails has a row with the reason.
-    Cost: one `compress` per row, but statistics of a part are collected once.
+    Cost: about one `compress` per row.
 
     Args:
         model: model as for `compress`.

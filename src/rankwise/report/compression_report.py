@@ -1,7 +1,7 @@
 """Build the report on a compression."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from rankwise._internals.records import MISSING, format_number
@@ -164,7 +164,7 @@ def _quantized(record: Compression) -> Table:
     shown = [0, 1, 2, 4, 5]  # without tokens and parameters
     rows = [row for row in rows if record.quantized and not row.refused]
     cells = [[_cells(row, size.before)[number] for number in shown] for row in rows]
-    note = f"Cache: bytes of a sequence of {size.tokens:,} tokens."
+    note = f"Cache: bytes of a sequence of {size.tokens:,} tokens, without kept keys."
     return Table("Next to quantized caches", [COLUMNS[number] for number in shown], cells, note=note)
 
 
@@ -199,10 +199,11 @@ PURPOSES: dict[Literal["memory", "size", "speed"], str] = {
 }  # fmt: skip
 
 
-def preview_document(record: Preview, command: str = "") -> Document:
+def preview_document(record: Preview, command: str = "", notes: Sequence[str] = ()) -> Document:
     """Return the report on a preview: first what it recommends, then all ways, and the commands to follow.
 
-    `command` is the command that compresses the model, to which a part and its share are added.
+    `command` is the command that compresses the model, to which a part and its share are added. `notes` say
+    which data were measured.
     """
     chosen = {purpose: record.recommended(purpose) for purpose in PURPOSES}
     sizes: dict[str, Callable[[PreviewRow], str]] = {
@@ -217,7 +218,7 @@ def preview_document(record: Preview, command: str = "") -> Document:
         "loss" if any(math.isfinite(row.cost.loss_before) for row in record.rows) else "of the squared output"
     )
     said = [
-        f"{PURPOSES[purpose]}: {way_name(row)} ({sizes[purpose](row)}, {row.relative_cost:+.2%} {noun})."
+        f"{PURPOSES[purpose]}: {way_name(row)} ({sizes[purpose](row)}, {row.cost.relative:+.2%} {noun})."
         for purpose, row in chosen.items()
         if row
     ]
@@ -245,10 +246,10 @@ def preview_document(record: Preview, command: str = "") -> Document:
     refused = [[way_name(row), row.refused] for row in record.rows if row.refused]
     note = (
         f"Measured on {record.measured_on}, at the length of windows (tokens) with the largest cost. "
-        f"Cache: bytes of a sequence of {record.cache_tokens:,} tokens. Numbers of few bits are simulated: "
-        "groups of 64 (tokens of keys, channels of values) share a scale and a zero, which count as bytes. "
-        "Caches of transformers quantize keys by token, which can cost more below 8 bits. Time: of a "
-        "decoding step or of a pass."
+        f"Cache: bytes of a sequence of {record.cache_tokens:,} tokens, without the kept keys of `kv`, which "
+        "the first line includes. Numbers of few bits are simulated: groups of 64 (tokens of keys, channels "
+        "of values) share a scale and a zero, which count as bytes. Caches of transformers quantize keys by "
+        "token, which can cost more below 8 bits. Time: of a decoding step or of a pass."
     )
     tables = [
         Table("Ways", [*COLUMNS, "time"], cells, note=note),
@@ -262,7 +263,7 @@ def preview_document(record: Preview, command: str = "") -> Document:
         sections=nonempty(
             Section("ways", "Ways", tables=tables), Section("next", "Follow it", code="\n".join(code))
         ),
-        notes=[],
+        notes=list(notes),
         origin=[],
     )
 
