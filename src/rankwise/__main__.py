@@ -71,7 +71,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # without a console, the stream is None
             stream.reconfigure(errors="plain")
-    # a script ignores SIGINT for the jobs that it starts with &, and such jobs must go on ignoring it
+    # a script ignores SIGINT for the jobs that it starts with &, and such jobs must keep ignoring it
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _pressed)
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():

@@ -14,7 +14,7 @@ L        layers
 N        single axis of a vector, of any length
 =======  =====================================================================
 
-``...`` stands for any number of leading axes. The types are checked only under pytest.
+``...`` means any number of leading axes. The types are checked only under pytest.
 """
 
 from jaxtyping import Bool, Float
@@ -27,4 +27,4 @@ Tokens = Float[Tensor, "B T D"]
 """Token states: one vector of the model width per token."""
 
 TokenMask = Bool[Tensor, "B T"]
-"""True where a token is real, False where it is padding."""
+"""True for real tokens, False for padding."""

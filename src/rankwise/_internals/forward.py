@@ -28,7 +28,7 @@ from rankwise.errors import InputError, RankwiseError, first_line
 
 HALF = (torch.float16, torch.bfloat16)
 Progress = Callable[[str, float], None]
-"""Function of a step in words and the finished share of the work, 0 to 1; the share restarts with a new kind
+"""Function of a step's text and the finished share of the work, 0 to 1; the share restarts with a new kind
 of step, and is NaN if it is unknown."""
 
 
@@ -219,7 +219,7 @@ def check_in_memory(model: nn.Module, error: type[RankwiseError] = InputError) -
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the bytes of memory of a device that are free. A control group has no more than its limit."""
+    """Return the free memory of a device in bytes, at most the limit of the control group."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     free, groups = psutil.virtual_memory().available, Path("/sys/fs/cgroup")

@@ -1,7 +1,7 @@
 """Wrappers of private names of torch, so that a new version affects only this file.
 
-``test_torch_private.py`` tests each function. ``test_private_names.py`` tests that no other file uses private
-names.
+``test_torch_private.py`` tests each function. ``test_private_names.py`` tests that only this file
+uses private names.
 """
 
 import sys

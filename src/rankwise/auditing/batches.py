@@ -75,7 +75,7 @@ def text_batches(
 
     The tokenizer's special tokens ([CLS] and [SEP] of BERT, the first token of Llama) are part of every
     sequence and count in ``tokens``. Special tokens are omitted if they would leave no room for text. With
-    ``end_token=False``, no token follows a window or a text that was cut, because the text goes on.
+    ``end_token=False``, no token follows a window or a text that was cut, because the text continues.
 
     Padding is on the right even if the tokenizer pads on the left (for generation), because left padding
     shifts positions in models that count positions from 0. The pad id is the tokenizer's pad id, else its

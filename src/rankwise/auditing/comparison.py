@@ -330,7 +330,7 @@ def _warnings(
     heads: Sequence[tuple[HeadRecord, HeadRecord]],
     states: Sequence[tuple[StateRecord, StateRecord]],
 ) -> Iterator[str]:
-    """Yield reasons why the numbers of two audits may not be comparable, except those of `not_compared`."""
+    """Yield reasons why numbers of two audits may not be comparable, except reasons of `not_compared`."""
     for field, (subject, consequence) in _PROVENANCE.items():
         old_value, new_value = (getattr(audit.provenance, field) for audit in (before, after))
         if old_value != new_value:

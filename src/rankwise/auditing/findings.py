@@ -51,7 +51,7 @@ CONSTANT_STABLE_RANK, CONSTANT_DISTANCE = 1.1, 0.3
 # IDENTITY: the squared distance is below 1 % (0.1²) of the sum of both squared norms.
 IDENTITY_DISTANCE = 0.1
 # COLLAPSE: threshold on direction spread, the sine of the angle between the middle token and most tokens.
-# Halfway, COLLAPSED_RUNS training runs were below the threshold, of which COLLAPSED_FAILED did not learn
+# Halfway, COLLAPSED_RUNS training runs were below the threshold. COLLAPSED_FAILED of them did not learn
 # (docs/evidence/collapse-rule.md).
 COLLAPSE_SPREAD, COLLAPSED_RUNS, COLLAPSED_FAILED = 0.04, 34, 31
 # COLLAPSE also requires that direction spread has halved since the input, whose tokens may be similar.
@@ -313,7 +313,7 @@ def inactive_remedy(by_hand: str) -> Remedy:
 def inactive_block(measured: Measured) -> Iterator[Finding]:
     """Find blocks whose output is nearly a multiple of their input, as with a small λ, LayerScale or gate.
 
-    If one token holds more than half of ‖Y‖², the update is that of this token, and the block is not judged.
+    If one token holds more than half of ‖Y‖², the update describes this token only. The block is not judged.
     """
     for state in measured.states:
         if state.relative_update < INACTIVE_TURN and not state.largest_norm_share > 0.5:

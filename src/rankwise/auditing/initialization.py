@@ -93,7 +93,7 @@ def initial_copies(model: nn.Module, settings: AtInitSettings) -> Iterator[tuple
 
 
 def built_words(model: nn.Module, settings: AtInitSettings) -> str:
-    """Return in words how `initial_copies` builds copies."""
+    """Return a text that describes how `initial_copies` builds copies."""
     if settings.build is not None:
         return "by the function given"
     if _is_transformers(original_of(model)):

@@ -91,7 +91,7 @@ class Measure:
     symbol: str = ""
     """Name of the measure in texts, such as ``token spread``; empty if texts use the name of the field."""
     meaning: str
-    """Definition in words, next to the measure's map or curve and in the reference."""
+    """Definition as text, shown next to the measure's map or curve and in the reference."""
     drawn: bool = True
     """False if the measure has no map and no curve."""
     console: str = ""

@@ -347,10 +347,10 @@ def last_states(states: Iterable[StateRecord]) -> list[StateRecord]:
 
 
 class Remedy(Record):
-    """Suggested action in words, with a command and Python code for it; `remedy_text` renders it."""
+    """Suggested action as text, with a command and Python code for it; `remedy_text` renders it."""
 
     words: str = ""
-    """Action in words, which stand before the code."""
+    """Text of the action, printed before the code."""
     verb: Literal["", "audit", "compress", "skip"] = ""
     """Command of ``rankwise`` for the action, shown if a command made the audit. Empty if no command fits."""
     options: list[Annotated[list[str], Field(min_length=1)]] = Field(default_factory=list)

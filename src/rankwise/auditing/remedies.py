@@ -130,7 +130,7 @@ def removal_remedy(
     """Return the remedy that removes heads, without action if it costs too much or saves too little.
 
     ``saves`` is the saved share of the parameters. ``costs`` is the relative increase of the loss, which
-    ``price`` states in words.
+    ``price`` states as text.
     """
     words = f"choose heads again and remove them{price}"
     remedy = compress_remedy(["heads"], f"{tolerance:g}", words, "heads", saves)

@@ -189,7 +189,7 @@ class Audit(SavedRecord):
           [0, 1]; 1 if the offset alone decides the weight.
 
         Source: `head_detector` of TransformerLens for the first two, whose scores divide by all weights of
-        the map instead of those of rows with such a token.
+        the map instead of the weights of rows with such a token.
 
         Raises:
             InputError: if no head has such a map.
@@ -230,7 +230,7 @@ class Audit(SavedRecord):
 
     @property
     def verdict(self) -> Verdict:
-        """One sentence on what was found, and at most three actions; see `verdict_of`."""
+        """One sentence on the findings, and at most three actions; see `verdict_of`."""
         return verdict_of(self)
 
     def summary(self, width: int = 100, *, verbose: bool = False) -> str:

@@ -400,7 +400,7 @@ class AuditStatistics(ModelStatistics):
             example.attention_map = None
         self.merge(other)
         self.keep_moments = self.keep_moments and other.keep_moments
-        if not self.keep_moments:  # the ranks of all sequences are unknown, not those of a part
+        if not self.keep_moments:  # the ranks of a part are not the ranks of all sequences
             for heads in self.heads.values():
                 heads.rows = {}
             for states in self.states.values():

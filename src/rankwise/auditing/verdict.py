@@ -1,4 +1,4 @@
-"""Verdict of an audit: one sentence on what was found, and at most three actions; imports no torch."""
+"""Verdict of an audit: one sentence on the findings, and at most three actions; imports no torch."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -28,7 +28,7 @@ STOPPED = "The audit stopped before the end: some measurements are missing."
 def verdict_of(audit: "Audit") -> Verdict:
     """Return the sentence and the actions of an audit.
 
-    The sentence names the errors and warnings. Without errors and warnings, it names what was looked for, the
+    The sentence names the errors and warnings. Without errors and warnings, it names the absent faults, the
     lowest attention rank, and the cheapest and the costliest head.
     Actions are the remedies of the most severe findings, one per code. If there are errors, only their
     remedies are actions. A remedy with `no_action` is not an action. If a search found no heads that are
@@ -58,7 +58,7 @@ def verdict_of(audit: "Audit") -> Verdict:
 
 
 def _no_removal(audit: "Audit") -> str:
-    """Return a sentence that says why no heads should be removed, if a search for such heads says so."""
+    """Return the reason why a search for heads led to no removal; "" without a search or such a reason."""
     searched = None if audit.importance is None else audit.importance.removable
     if audit.importance is None or searched is None:
         return ""
@@ -165,7 +165,7 @@ def _phrase(code: str, findings: Sequence[Finding], several: bool) -> str:
 
 
 def number_words(noun: str, numbers: Sequence[int | None]) -> str:
-    """Return the numbers of layers or heads in words.
+    """Return the numbers of layers or heads as text.
 
     Examples:
         >>> number_words("layer", [3]), number_words("head", [3, 5, 4, 5]), number_words("layer", [1, 3])

@@ -18,7 +18,7 @@ from rankwise.operators import IndexedMixing, MixingOperator
 from rankwise.tracing import CapturedMixer, capture, record_calls
 
 MIN_TOKENS = 8
-"""Least number of real tokens of a sequence. In shorter ones every rank is low and all tokens are alike."""
+"""Least number of real tokens per sequence. In shorter sequences all ranks are low and all tokens similar."""
 
 
 class NotMeasurableError(Exception):

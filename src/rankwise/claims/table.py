@@ -30,7 +30,7 @@ from rankwise.importance.loss_choice import model_loss
 from rankwise.operators import SoftmaxMixing
 
 Check = Callable[[Run], tuple[str, bool]]
-"""Function that returns the number of the model in words, and True if the claim holds."""
+"""Function that returns the number of the model as text, and True if the claim holds."""
 CLAIMS: list[tuple[Check, CheckedClaim, bool]] = []
 """Checks, claims before they are checked, and True for claims about the model at initialization."""
 RANK_PAPER = "“On the Limitation and Redundancy of Transformers: A Rank Perspective”, abstract"

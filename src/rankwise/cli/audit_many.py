@@ -56,7 +56,7 @@ def audit_many(
     Audits of shards are written to ``OUT/NAME/shard-K-of-N``, and merged into ``OUT/NAME``.
 
     Return the audits by NAME, and the exception to raise if a job failed. If a job fails, its error is
-    printed, its finished part is written as incomplete, and the other jobs go on. If nothing was measured,
+    printed, its finished part is written as incomplete, and the other jobs continue. If nothing was measured,
     the first error is raised. After Ctrl-C, the history contains the finished audits, and `typer.Exit` is
     raised. Audits of other models in `out` are kept. With `resume`, a job is skipped if any folder in `out`
     has its finished audit. A shard is skipped if its own folder has its finished audit.

@@ -69,7 +69,7 @@ def command(
 
 
 def _load(given: list[Path]) -> list[tuple[Path, "Audit"]]:
-    """Return pairs (path, audit). A folder without an audit stands for the audits in its subfolders.
+    """Return pairs (path, audit). If a folder has no audit, return the audits in its subfolders.
 
     Audits in subfolders are sorted by step, or by time if names contain no steps. Incomplete audits in
     subfolders are left out with a message. Raise `InputError` if fewer than two audits remain.

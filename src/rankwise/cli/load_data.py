@@ -188,7 +188,7 @@ def load_text(path: str | Path) -> str | list[str]:
 
 @cache
 def _read_pipe(path: str | Path) -> bytes:
-    """Return the content of a pipe, which several jobs may ask for."""
+    """Return the content of a pipe, which several jobs may read."""
     return Path(path).read_bytes()
 
 

@@ -16,7 +16,7 @@ UNPACKED = {"F64", "F32", "F16", "BF16"}
 def gguf_location(name: str) -> tuple[str, dict[str, str]]:
     """Return the folder and the arguments of `from_pretrained` that name a GGUF file in it.
 
-    Any other model is returned as it is, without arguments.
+    Any other model is returned unchanged, without arguments.
 
     Examples:
         >>> gguf_location("models/gemma.gguf"), gguf_location("gpt2")

@@ -138,7 +138,7 @@ def removal(model: nn.Module, stacks: list[Stack], plan: Plan) -> Change:
                     setattr(config, field, type(value)(value[number] for number in left))
             if of_layers:
                 config.per_layer_config = {left.index(k): v for k, v in of_layers.items() if k in left}
-            if len(stages) == stack.size + 1:  # names of states, of which a backbone returns the last
+            if len(stages) == stack.size + 1:  # names of states; a backbone returns the last
                 config.stage_names = stages[: len(left) + 1]
                 config.set_output_features_output_indices(None, None)
 

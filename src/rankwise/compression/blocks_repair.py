@@ -23,7 +23,7 @@ RIDGE = 0.01
 Layers = dict[str, nn.Module]
 """Modules by the name of the module that they replace."""
 Writer = tuple[str, str]
-"""Names of the last linear layer of a block, and of the norm that reads its output; "" if there is none."""
+"""Names of the last linear layer of a block and of the norm that reads its output; "" if there is none."""
 
 
 def repair(passes: GatedPasses, stacks: list[Stack], plan: Plan) -> Layers:

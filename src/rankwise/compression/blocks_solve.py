@@ -18,7 +18,7 @@ TRIES = 4
 def solve(job: Job) -> Solution:
     """Return the change that removes blocks.
 
-    The cost of each block alone is measured first. Each step removes the block that has the smallest joint
+    The cost of each single block is measured first. Each step removes the block that has the smallest joint
     cost with the blocks of earlier steps, among the `TRIES` cheapest. The steps end at the share to keep or
     the number to remove, or before the joint cost exceeds the tolerance.
     """

@@ -212,7 +212,7 @@ def difference(
 
 
 def _ways(model: nn.Module, batch: Any) -> dict[str, Callable[[nn.Module, Any], Tensor]]:
-    """Return functions that run a model: as it is, with a mask, with a cache, and in eager attention."""
+    """Return functions that run a model: unchanged, with a mask, with a cache, and in eager attention."""
     ways: dict[str, Callable[[nn.Module, Any], Tensor]] = {"": main_output}
     ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
     if ids is not None and ids.shape[1] > 1:

@@ -167,7 +167,7 @@ class LatentState:
     def absorb(
         self, rows: Float[Tensor, "B G N K"]
     ) -> tuple[Float[Tensor, "B G N r"], Float[Tensor, "B G N 1"] | float] | None:
-        """Return queries that read latents in place of keys, and what the bias of the keys adds to logits.
+        """Return queries that read latents in place of keys, and the logits of the keys' bias.
 
         Return None if keys are normalized, rotated or narrow, or if an adapter changes them.
         """
@@ -259,7 +259,7 @@ def attend(
 ) -> Float[Tensor, "B H Q V"] | None:  # fmt: skip
     """Return softmax(q kᵀ) v: keys are decoded in blocks, values after attention mixed the latents.
 
-    Return None if this is not possible, or if there are so many queries that decoded values are cheaper.
+    Return None if this is not possible, or if decoded values are cheaper because there are many queries.
     """
     both = isinstance(key, Undecoded) and isinstance(value, Undecoded) and key.cache is value.cache
     many = query.shape[1] * query.shape[2] > value.shape[1] * value.shape[3]

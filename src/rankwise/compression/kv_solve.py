@@ -238,7 +238,7 @@ def check(job: Job) -> int | None:
 def ranks_for_tolerance(nats: list[Float64[Tensor, "_"]], tolerance: float | int) -> list[int]:
     """Return the least ranks whose removed directions cost at most `tolerance` nats per token in total."""
     worth = torch.cat([values[1:] for values in nats]).sort(descending=True).values
-    lost = worth.flip(0).cumsum(0).flip(0)  # lost[n]: nats lost with n directions besides 1 per layer
+    lost = worth.flip(0).cumsum(0).flip(0)  # lost[n]: nats lost with n directions beyond 1 per layer
     return largest_ranks(nats, len(nats) + int((lost > tolerance).sum()))
 
 

@@ -25,7 +25,7 @@ def change_configs(
     modules: dict[str, nn.Module] | None = None,
     others: Mapping[str, dict[str, Any]] | None = None,
 ) -> Change:
-    """Return the change that gives a model edited copies of the configurations that some layers read.
+    """Return the change that replaces the configurations read by some layers with edited copies.
 
     `edit` gets the name of a module and its configuration: once for each configuration that a layer reads,
     and for each outermost model, whose configuration is saved. T5 has a further copy for each stack. The

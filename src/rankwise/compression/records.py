@@ -55,7 +55,7 @@ class BlockRemoval(Record):
     """Name of the block in the original model."""
     layer: int
     cost: Number
-    """Increase of the loss if this block alone is removed, in the unit of the loss. NaN if it has to stay."""
+    """Increase of the loss if only this block is removed, in the unit of the loss. NaN if it has to stay."""
     step: int = 0
     """Number of the step, from 1, in which the block was removed. 0 if it stays."""
     joint_cost: Number = math.nan
@@ -237,7 +237,7 @@ class Compression(SavedRecord):
     quantized: list[PreviewRow] = Field(default_factory=list)
     """The original with keys and values of 8 and 4 bits. Empty without latents."""
     timed: str = ""
-    """What was timed: "decoding step after N tokens" or "pass". Empty if time was not measured."""
+    """Timed work: "decoding step after N tokens" or "pass". Empty if time was not measured."""
     seconds_before: Number = math.nan
     """Median seconds of the original, over rounds in which both models take turns."""
     seconds_after: Number = math.nan

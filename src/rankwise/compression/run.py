@@ -66,7 +66,7 @@ def compress(
 
     Parts are done in this order; each starts from the model that the earlier parts left:
 
-    - ``blocks`` removes whole blocks, one after another. The cost of each block alone is measured, then the
+    - ``blocks`` removes whole blocks, one after another. The cost of each single block is measured, then the
       joint cost with the blocks removed so far. The configuration gets fewer layers, so that the class of
       the model loads the result without Rankwise.
     - ``heads`` removes attention heads with their weights. Query heads that share keys are removed together.
@@ -78,7 +78,7 @@ def compress(
       S = Σ kkᵀ. These factors have the least squared error of logits over all pairs of calibration tokens.
       With rotary positions, the channel pairs that cost least are removed. Heads share one budget of width.
     - ``kv`` computes a decoder's keys and values from a latent (one short vector per token and layer), which
-      its cache stores in their place. After ``width`` the latent replaces the narrow keys.
+      its cache stores instead. After ``width`` the latent replaces the narrow keys.
 
     Each part is tried on the model before the work begins. Layers for which the trial fails are skipped and
     reported.
@@ -108,7 +108,7 @@ def compress(
             several lengths: costs are measured for each, and the largest is the headline.
         time: if True, measure seconds per decoding step, or per pass, before and after.
         seed: random seed of calibration and of sampled labels.
-        on_progress: function called with each step in words, and the finished share of these steps, or NaN.
+        on_progress: function called with each step's text, and the finished share of these steps, or NaN.
 
     Raises:
         CompressionError: if a part is unknown or has two targets, a target is out of range, the model does

@@ -91,7 +91,7 @@ def structure_of(model: nn.Module) -> Structure:
 
 
 def _renamed(change: Any, module: str) -> Any:
-    """Return a change under a new module name, after a model was put into or taken out of another model."""
+    """Return a change under a new module name, after a model was added to or removed from another."""
     before = change.module.removesuffix(module) if change.module.endswith(module) else ""
     after = module.removesuffix(change.module) if module.endswith(change.module) else ""
 

@@ -180,7 +180,7 @@ def at_once_and_in_halves(model: nn.Module, batch: Any) -> list[Tensor]:
     """Return the output for a text that is read at once and, if possible, in halves with a cache.
 
     The last token is read alone, as in generation. Halves need a decoder, at least two tokens, and a batch of
-    token ids with no other arguments than a mask and labels.
+    token ids, with at most a mask and labels as other arguments.
     """
     whole = main_output(model, batch)
     ids = batch.get("input_ids") if isinstance(batch, Mapping) else None

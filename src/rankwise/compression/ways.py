@@ -34,7 +34,7 @@ def preview(
     on_row: Callable[[Preview], object] = lambda preview: None,
     on_progress: Progress = lambda step, done: None,
 ) -> Preview:
-    """Measure what each way to make a model smaller costs and saves. The model stays unchanged.
+    """Measure the cost and the savings of each way to make a model smaller. The model stays unchanged.
 
     The ways are keys and values of 8, 4 and 3 bits, which are simulated, and each part of `compress` at the
     shares 0.75, 0.5 and 0.25. A way that fails has a row with the reason.
@@ -47,7 +47,7 @@ def preview(
         parts: names of the parts; all by default.
         seed: random seed of calibration and of sampled labels.
         on_row: function called after each row with the preview so far.
-        on_progress: function called with each step in words, and the finished share of these steps, or NaN.
+        on_progress: function called with each step's text, and the finished share of these steps, or NaN.
 
     Raises:
         CompressionError: if the model cannot be compressed, for instance because it is compressed already.

@@ -27,7 +27,7 @@ ROWS = 2**20
 Curve = tuple[list[int], list[float]]
 """Ascending widths of a key head, and the attention KL at each width."""
 PAIR_SEQUENCES, PAIR_ROWS = 16, 48
-"""Maximum number of sequences, and of rows per sequence, on which the removal of units is compared."""
+"""Maximum number of sequences and of rows per sequence for comparing removals of units."""
 
 
 # --- attention KL ----------------------------------------------------------------------------------------

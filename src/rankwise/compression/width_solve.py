@@ -193,7 +193,7 @@ def widths_for_tolerance(curves: list[Curve], tolerance: float) -> list[int]:
     """Return the least widths, in the order of `widths_under_budget`, with mean KL within a tolerance.
 
     The last step along a line of a hull goes to its end, a width of the curve, because the KL of the widths
-    before the end may lie above the line.
+    before the end may be above the line.
 
     Examples:
         >>> widths_for_tolerance([([1, 2, 4], [1.0, 0.1, 0.0]), ([1, 2, 4], [0.3, 0.2, 0.15])], 0.2)

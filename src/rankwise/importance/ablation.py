@@ -95,7 +95,7 @@ def measure_importance(
 
     Raises:
         InputError: if the loss does not fit the model, or is finite for no sequence, or if it only compares
-            outputs and the settings ask for no costs.
+            outputs and the settings request no costs.
         NotDifferentiableError: if no gradient reaches the heads. Exact costs need no gradients.
 
     Examples:

@@ -162,7 +162,7 @@ class GateSums:
     """
 
     def __init__(self, gates: int) -> None:
-        # (2, gates): of all sequences, and of the sequences on which a removable set is chosen
+        # (2, gates): sums over all sequences, and over the sequences that choose a removable set
         self.gradient, self.squares, self.curvature, self.tokens = np.zeros((4, 2, gates))
         self.unreached = False
         """True if no gradient or an incomplete gradient reached the gates."""
@@ -185,8 +185,8 @@ class GateSums:
     def shared_curvature(self, part: int) -> Floats:
         """Return squared gradients per token, scaled to the sum of the squared gradients of all gates.
 
-        Tokens act together: squares of sums exceed sums of squares. This factor varies less between the heads
-        of a layer than it varies between random projections of a few sequences.
+        Tokens act together: squares of sums exceed sums of squares. This factor varies less between heads of
+        one layer than between random projections of a few sequences.
         """
         tokens, total = self.tokens[part], self.tokens[part].sum()
         return tokens * (self.curvature[part].sum() / total) if total else tokens
@@ -211,7 +211,7 @@ class GatedPasses:
         self._done = 1
         self.probes = settings.probes if loss.half else 0
         self.settings, self._capturing = settings, dict(capturing)
-        # of each sequence with a finite loss: summed loss, number of tokens, and sum that divides costs
+        # per sequence with a finite loss: summed loss, number of tokens, and sum that divides costs
         self.losses, self.counts, self._references = np.zeros((3, 0))
         self.choosing = slice(None, None, 2 if settings.hold_out else 1)
         """Sequences on which a removable set is chosen: every second one, in whatever batches they come."""
@@ -227,7 +227,7 @@ class GatedPasses:
         """Number of heads and blocks."""
         self.restarts = Restarts(model)
         self._whole: list[SequenceLosses] = []
-        # of each sequence: variance of the last losses, or of their changes, as only some tokens are read
+        # per sequence: variance of the last losses, or of their changes, as only some tokens are read
         self.variances, self.value_error = np.zeros(0), math.nan
 
     def say(self, what: str) -> None:

@@ -237,14 +237,14 @@ def _may_be_classes(model: nn.Module, logits: Tensor) -> bool:
 
 
 def _of_places(labels: Tensor, output: Any) -> bool:
-    """Return True if labels are one integer per position of the logits, with at least two classes."""
+    """Return True if each position of the logits has an integer label, and at least two classes exist."""
     shape = logits_of(output).shape  # 4 axes: multiple choice, whose labels only the model's own loss reads
     fits = labels.shape == shape[:-1] and len(shape) < 4
     return fits and not labels.is_floating_point() and shape[-1] > 1
 
 
 def _is_classes(labels: Tensor | None, output: Any) -> bool:
-    """Return True if labels are one class, or `IGNORE_INDEX`, per position of the logits."""
+    """Return True if each position of the logits has a class, or `IGNORE_INDEX`, as its label."""
     if labels is None or not _of_places(labels, output):
         return False
     return not invalid_label(labels, logits_of(output).shape[-1])

@@ -171,7 +171,7 @@ class Loss(ABC):
     reference = "the loss"
     """Name of the number by which costs are divided."""
     chance = math.nan
-    """Loss if all classes are equally likely. NaN if the loss is no cross-entropy of classes."""
+    """Loss if all classes are equally likely. NaN if the loss is not a cross-entropy of classes."""
     compares_outputs = False
     """True if the loss measures the change of the output, so that its gradient is 0 for the whole model."""
     prepare: Callable[[Any, Any, int], LossBatch] = LossBatch

@@ -111,7 +111,7 @@ class ImportanceRecord(Record):
     reference_name: str = "the loss"
     """Name of the reference: the loss, the entropy of predictions, or the squared norm of the output."""
     chance: Number = math.nan
-    """Loss if all classes are equally likely. NaN if the loss is no cross-entropy of classes."""
+    """Loss if all classes are equally likely. NaN if the loss is not a cross-entropy of classes."""
     sequences: Count
     nonfinite_sequences: Count = 0
     """Number of sequences that were left out because their loss is not finite."""

@@ -1,4 +1,4 @@
-"""Restart passes without a head at the block of the head: earlier blocks return what they returned before."""
+"""Restart passes without a head at the block of the head: earlier blocks return their recorded outputs."""
 
 from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
@@ -25,11 +25,11 @@ class _BlockRan(Exception):  # noqa: N818  (no error: it ends a pass early)
 class Restarts:
     """Outputs of the residual blocks of a model in unchanged passes, at which passes without a head restart.
 
-    Removal of a head changes no block before its own. So these blocks return a copy of what they returned in
+    Removal of a head changes no block before its own. So these blocks return a copy of their outputs in
     the unchanged pass of the same batch, with all parts, such as position biases. Everything outside of
     blocks runs as usual: embeddings, masks, the last norm, logits. A head of a decoder skips the encoder.
 
-    A block may read what an earlier block left in a cache or an attribute. Therefore `check` runs each block
+    A block may read a cache or an attribute that an earlier block wrote. Therefore `check` runs each block
     alone, with all earlier blocks skipped. If a bit of an output differs, or a block runs several times in a
     pass, no pass restarts. Batches are recorded in their order until `SHARE` of the free memory is taken; the
     passes of other batches run the whole model.
@@ -76,7 +76,7 @@ class Restarts:
         if any(list(outputs) != list(others) for others in self._outputs.values()):
             self.why_not = self.why_not or "other blocks run in other batches"
         self._last = max((self._place(outputs, mixer) for mixer in mixers), default=0)
-        # later blocks first: a block that is run mends what it shares with blocks after it
+        # later blocks first: a block that runs rewrites the state that it shares with blocks after it
         for name in reversed(outputs) if not self.why_not else ():
 
             def leave(call: ModuleCall) -> None:

@@ -18,7 +18,7 @@ FEW_TOKENS = 64
 class ImportanceSettings:
     """Settings of `rankwise.importance.measure_importance`.
 
-    With ``estimates=False``, and not ``exact``, the loss alone is measured, without costs of removal.
+    With ``estimates=False``, and not ``exact``, only the loss is measured, without costs of removal.
 
     Args:
         exact: True also removes heads one by one; for state-space channels, audits remove only measured
@@ -37,7 +37,7 @@ class ImportanceSettings:
         mask_token: id of the mask token, for masked language models.
         tokens: largest number of tokens of each sequence at which the loss is read, drawn at random among
             tokens with labels, the same in every pass. None reads all if the model has at most 32,000
-            classes or if the loss alone is measured, otherwise 64.
+            classes or if only the loss is measured, otherwise 64.
 
     Raises:
         InputError: if a value is out of its range.

@@ -31,7 +31,7 @@ class EffectiveRank(Metric):
         kwargs: options of `torchmetrics.Metric`.
 
     Raises:
-        InputError: if torchmetrics is not installed, ``num_features`` is not a positive whole number, an
+        InputError: if torchmetrics is not installed, ``num_features`` is not a positive integer, an
             embedding is NaN or infinite, or `compute` is called before any embedding was passed.
         ShapeError: if embeddings do not have the shape (..., D).
 

@@ -33,7 +33,7 @@ class Gram:
     With ``keep``, rows of softmax attention are computed once, rounded to float32 and kept, up to
     `KEPT_BYTES`; further rows are computed for each product. All products then belong to one matrix M + E
     with ‖E‖_F ≤ ``slack``·‖M‖_F, so no σ changes by more (Weyl's inequality). Products rounded to float32
-    would not belong to any matrix: MᵀM would hide σ below 3e-4·σ_1, of which there are many.
+    would not belong to any matrix: MᵀM would hide the many σ below 3e-4·σ_1.
     """
 
     def __init__(self, op: MixingOperator, keep: bool) -> None:

@@ -14,7 +14,7 @@ __all__ = ["largest_logit", "mean_norm"]
 
 @measure("heads", RowShares, degree=None)
 def largest_logit(op: Mixing | RowWalk) -> Float64[Tensor, "*batch"]:
-    """Return the largest logit of an attention head: the largest number of which its softmax is taken.
+    """Return the largest logit of an attention head: the largest input of its softmax.
 
     Formula: max z_ij over rows i and columns j that no mask hides, where M = softmax(z). Scale, position bias
     and soft cap are included, as in z_ij = q_i·k_j/√K + b_ij.

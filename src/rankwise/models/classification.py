@@ -80,7 +80,7 @@ def _mask_without_end(input_ids: Int[Tensor, "B T"], pad: int) -> Bool[Tensor, "
 
 
 def _last(tokens: Float[Tensor, "B T D"], real: Bool[Tensor, "B T"]) -> Float[Tensor, "B D"]:
-    """Return the state of the last real token of each sequence; of the first token if no token is real."""
+    """Return the state of the last real token of each sequence, or of its first token if no token is real."""
     places = torch.arange(tokens.shape[1], device=tokens.device) * real
     return tokens[torch.arange(len(tokens), device=tokens.device), places.argmax(1)]
 

@@ -130,7 +130,7 @@ def weights_of(checkpoint: Any, path: Path) -> dict[str, Tensor]:
 
 
 def _check_weight(name: str, weight: Tensor, path: Path) -> None:
-    """Raise InputError if a weight is no dense tensor of finite floats or is not complete in the file."""
+    """Raise InputError if a weight is not a dense tensor of finite floats, or is incomplete in the file."""
     counter = name.endswith("num_batches_tracked") and weight.dtype == torch.int64
     dense = weight.layout == torch.strided and weight.device.type == "cpu"
     if not (counter or weight.dtype in FLOATS) or not dense:

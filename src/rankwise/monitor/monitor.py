@@ -53,7 +53,7 @@ LOGGED: Mapping[str, tuple[str, ...]] = {
 """Measures that are logged per layer: for heads the mean over the layer, or the maximum (largest logit)."""
 
 STOP_LOGIT = "largest_logit"
-"""Measure of heads of which ``stop_on`` takes a limit, as in "largest_logit > 100"."""
+"""Measure of heads for which ``stop_on`` takes a limit, as in "largest_logit > 100"."""
 
 logger = logging.getLogger("rankwise.monitor")
 
@@ -153,7 +153,7 @@ class RankMonitor:
 
         Raises:
             CaptureError: at the first call, if no mixer of the model can be captured.
-            InputError: if the step is not a whole number. At the first call, if the folder cannot be used, if
+            InputError: if the step is not an integer. At the first call, if the folder cannot be used, if
                 the model fails on the probe, except for lack of memory, or if ``stop_on`` has a limit for
                 logits and the model has no known logits.
             KeyboardInterrupt: if Ctrl-C interrupts the audit, which is then discarded.
@@ -374,7 +374,7 @@ def logged_numbers(audit: Audit, prefix: str = "rank") -> dict[str, float]:
 def _checked_probe(probe: Any) -> list[Batch]:
     """Return copies of the probe's batches, because the caller may reuse their tensors.
 
-    Raise `InputError` if a batch is no dict, tuple or tensor, has no tensors, or has an axis of size 0.
+    Raise `InputError` if a batch is not a dict, tuple or tensor, has no tensors, or has an axis of size 0.
     """
     numbers = isinstance(probe, list) and all(isinstance(item, int | float) for item in probe)
     several = isinstance(probe, list) and bool(probe) and not numbers
@@ -407,7 +407,7 @@ def _logit_limit(condition: str) -> float:
 
 
 def _step_number(step: Any) -> int:
-    """Return a step (int, NumPy integer or tensor) as an int. Raise `InputError` if it is no whole number."""
+    """Return a step (int, NumPy integer or tensor) as an int. Raise `InputError` if it is not an integer."""
     fix = "Count the steps: `for step, batch in enumerate(loader)`."
     with suppress(TypeError):
         step = operator.index(step)

@@ -56,7 +56,7 @@ class MixingOperator(ABC):
         """Return rows ``start`` to ``stop`` of M, in float32 or float64."""
 
     def rows_with_logits(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Return rows ``start`` to ``stop`` of M (..., R, S), and their logits, of which M is the softmax.
+        """Return rows ``start`` to ``stop`` of M (..., R, S), and their logits before the softmax.
 
         Logits are −∞ where a mask hides an entry, and NaN if they are unknown.
         """

@@ -242,7 +242,7 @@ def _check_options(
 def _offset(
     bias: Float[Tensor, "H P"], call: Call, before: Int[Tensor, " B"] | None
 ) -> Float[Tensor, "B T H"]:
-    """Return K · bias[h, position] per token: a score is a sum over K channels, each of which adds the bias.
+    """Return K · bias[h, position] per token: a score is a sum over K channels, and each adds the bias.
 
     The position is the token's index among the real tokens of its row, plus the number of tokens ``before``
     this call. A bias that is too short raises ShapeError. In a compiled graph, where values are not known,

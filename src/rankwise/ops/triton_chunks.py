@@ -28,7 +28,7 @@ def indices(mask, first, last, H, K, BT: tl.constexpr, BK: tl.constexpr, MASKED:
 
     - inside (BT,): True for tokens of the chunk, which may have fewer than BT.
     - real (BT,): True for real tokens of the chunk, that is without padding.
-    - row (BT,), cell (BT, BK): offsets of the tokens in arrays (M, H), and of their channels in (M, H, K).
+    - row (BT,), cell (BT, BK): offsets of tokens in arrays (M, H), and offsets of channels in (M, H, K).
     - read (BT, BK): True for channels k < K of real tokens, which kernels read.
     - written (BT, BK): True for channels k < K of all tokens of the chunk, which kernels write.
     """

@@ -63,7 +63,7 @@ def plan_head_dim(
         least_gain: gain in rank/T per added channel that K* and wider heads stay below, in (0, 1).
         trials: number of draws of the weights, at least 2.
         seed: random seed for the weights.
-        on_progress: function called with each trial in words and the finished share of the trials.
+        on_progress: function called with each trial's text and the finished share of the trials.
 
     Returns:
         Plan with the curve of rank/T, K* and its interval. If Ctrl-C stops the trials after two or more, the

@@ -200,7 +200,7 @@ PURPOSES: dict[Literal["memory", "size", "speed"], str] = {
 
 
 def preview_document(record: Preview, command: str = "", notes: Sequence[str] = ()) -> Document:
-    """Return the report on a preview: first what it recommends, then all ways, and the commands to follow.
+    """Return the report on a preview: first the recommendation, then all ways, and the commands to follow.
 
     `command` is the command that compresses the model, to which a part and its share are added. `notes` say
     which data were measured.

@@ -27,7 +27,7 @@ class Cell:
     link: str = ""
     strong: bool = False
     number: int | None = None
-    """Index of the finding that the cell stands for. Scripts of the page find the cell by this index."""
+    """Index of the finding that the cell shows. Scripts of the page find the cell by this index."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ class Document:
     first: Sequence[Table] = ()
     """Tables of the console's first screen. If there are any, sections are printed only if `verbose`."""
     hints: Sequence[str] = ()
-    """Lines below the tables of the first screen: how to read the tables, and what was not measured."""
+    """Lines below the tables of the first screen: how to read the tables, and missing measurements."""
     data: Mapping[str, Any] = field(default_factory=dict)
     """Data for templates and scripts of the page."""
 

@@ -221,7 +221,7 @@ def _modules(residual: Residual, record: ForwardRecord, drops: bool) -> dict[str
         return None
     same_call = [passage for passage in before if passage.call is made.call]
     source = same_call[0] if same_call else max(before, key=lambda passage: passage.time)
-    # of the calls that contain the sum, the innermost one that already ran when the skip input x was read
+    # the innermost call that contains the sum and already ran when the skip input x was read
     scope = [frame for frame in total.frames if frame.serial <= source.call.serial][-1]
     return {
         "module": made.call.name, "key": made.place, "source": source.call.name, "argument": source.place,

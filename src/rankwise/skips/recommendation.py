@@ -339,7 +339,7 @@ def advise_lambda(finding: Finding, model: nn.Module, batch: Batch, places: Sequ
 def _remedy(model: nn.Module, choice: LambdaChoice, places: Sequence[SkipPlace]) -> Remedy:
     """Return the remedy for COLLAPSE: add the chosen λ, or raise every smaller |λ| in the stack to its value.
 
-    Return the advice alone if no λ is named. If no |λ| is smaller, ask for a batch that collapses.
+    Return the advice alone if no λ is named. If no |λ| is smaller, request a batch that collapses.
     """
     if choice.value is None:
         return Remedy(words=choice.advice)

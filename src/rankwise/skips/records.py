@@ -60,7 +60,7 @@ class SkipCertificate(SavedRecord, _Numbers):
 
 
 def lambda_words(least: float) -> str:
-    """Return a least |λ| in words."""
+    """Return a least |λ| as text."""
     return f"|λ| ≥ {least:.3g}" if least <= MOST_LAMBDA else f"none below {MOST_LAMBDA:,}"
 
 
@@ -83,6 +83,6 @@ class LambdaChoice(Record):
     mixing_share: Number
     """Mean of ‖f(x)‖/‖λx + f(x)‖ in the stack at the best |λ| tried. Near 0, mixers no longer matter."""
     summary: str = ""
-    """What was tried, what is proved, and what is known about training, in words."""
+    """Text on the tried λ, the proved λ, and training with λ."""
     advice: str = ""
-    """What to do if no λ is named."""
+    """Advice if no λ is named."""

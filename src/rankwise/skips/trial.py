@@ -52,7 +52,7 @@ def try_lambdas(
     alternatives: Mapping[str, Callable[[], nn.Module]] | None = None,
     on_progress: Progress = lambda step, done: None,
 ) -> dict[str, list[float]]:
-    """Train a model as it is, with each λ, and alternatives. Return the loss before each step of each run.
+    """Train a model unchanged, with each λ, and alternatives. Return the loss before each step of each run.
 
     Each run builds its model from the same seed and trains a copy by AdamW, with gradients clipped to norm 1
     and without warm-up. λ-skips are added, or every smaller |λ| is raised to the value. A run ends with its
@@ -71,7 +71,7 @@ def try_lambdas(
             `rankwise.importance.measure_importance` reads from labels in the batches or from next tokens.
         mask_token: id of the mask token, for the loss of masked language models.
         alternatives: functions that return other models for the same batches, by name.
-        on_progress: function called with the run and the step in words, and the finished share of all steps.
+        on_progress: function called with the text of run and step, and the finished share of all steps.
 
     Raises:
         InputError: if no loss is known, a model does not run on a batch, or an argument is out of its range.

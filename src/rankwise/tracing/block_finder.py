@@ -46,7 +46,7 @@ class BlockFinder:
         self._items = block_items(model, pattern)
         names = [name.split(".") for name in mixer_like]
         self._likely = {".".join(outer[:depth]) for outer in names for depth in range(1, len(outer) + 1)}
-        """Names of modules that look like mixers, and of the modules around them."""
+        """Names of modules that look like mixers, and names of enclosing modules."""
         self._calls, self._stacks = calls, stacks
 
     def add(self, mixer: CapturedMixer) -> None:
@@ -106,7 +106,7 @@ class BlockFinder:
         if not mixes and not self._may_join(block, module):
             return
         if not self._keeps_states(block, module) or block.yields_to_inner():
-            # This call is no block, but calls inside it are. Its other mixers pass to the enclosing call.
+            # This call is not a block, but calls inside it are. Its other mixers pass to the enclosing call.
             inside, block.open = block.inside, []
             for inner in inside:
                 self._settle(inner, block)

@@ -35,7 +35,7 @@ class Weights:
     allowed: Entries | None
     """True at weights that no mask hides. None if the masks are unknown."""
     logits: Entries | None
-    """Numbers of which the softmax is taken. None if unknown, or if weights are mixed after the softmax."""
+    """Inputs of the softmax. None if unknown, or if weights are mixed after the softmax."""
     compared: bool
     """True if the scores are a product of two activations, as in Q Kᵀ."""
 

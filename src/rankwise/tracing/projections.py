@@ -135,7 +135,7 @@ def observe(
     batch: Any,
     is_linear: Callable[[nn.Module, str], bool] = lambda model, name: not not_linear(model, name),
 ) -> ObservedPass:
-    """Run a model and record all module calls and mixers; `is_linear` tells which modules can be changed."""
+    """Run a model and record all module calls and mixers; `is_linear` selects modules that can be changed."""
     mixers: list[CapturedMixer] = []
     watching = capture(model, on_mixer=mixers.append, values=True)
     with record_calls(model, lambda *_: True) as calls, torch.no_grad(), watching:
@@ -460,7 +460,7 @@ def _pairs(before: list[Tensor], after: list[Tensor], bound: float) -> Tensor | 
     fitting = next((pairs for pairs in layouts if fit_rotation(pairs, before, after)[1] <= bound), None)
     if fitting is None:
         return None
-    # Two channels that are equal bit by bit before and after are not rotated, so they are not a pair.
+    # Two channels that are equal bit by bit before and after are not rotated and not a pair.
     same = torch.stack([(a == b).flatten(0, 2).all(0) for a, b in zip(before, after, strict=True)]).all(0)
     turning = fitting[~same[fitting].all(1)]
     return turning if len(turning) else None

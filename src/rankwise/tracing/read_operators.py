@@ -75,7 +75,7 @@ class MixingCall:
     kind: str = ""
     """Kind of mixer. If it is "", the kind of the operator is used."""
     logits: Tensor | None = None
-    """Numbers (B, H, T, S) of which the softmax was taken, if the model formed M. None if unknown."""
+    """Inputs (B, H, T, S) of the softmax, if the model formed M. None if unknown."""
 
 
 def fused_mixing(given: dict[str, Any], output: Tensor, call: ModuleCall) -> MixingCall:

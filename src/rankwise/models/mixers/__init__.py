@@ -24,7 +24,7 @@ MIXERS: dict[str, type[Mixer]] = {
     "mamba": Mamba,
     "mamba2": Mamba2,
 }
-"""Mixers by the name that `ToSTConfig` gives them."""
+"""Mixers by their name in `ToSTConfig`."""
 
 
 def build_mixer(config: "ToSTConfig", layer: int) -> Mixer:

@@ -42,7 +42,7 @@ class Mixer(nn.Module, ABC):
     """Base class of token mixers, which compute ``dropout(out_proj(concatenated heads of M @ values))``.
 
     `mixing_operator` and `mixing_values` take the arguments of `forward`, so that a recorded call can be
-    repeated. If a decoding state is passed, N more source tokens before the T tokens stand for the state
+    repeated. If a decoding state is passed, N more source tokens before the T tokens represent the state
     exactly, and M has the shape (T, N + T).
     All mixers take ``bias``, True for biases in projections, and ``dropout``, the dropout rate of the output.
     CONTRIBUTING says how to add a mixer.
