@@ -138,7 +138,7 @@ def test_every_finding_has_a_section_that_says_what_to_do(code: str) -> None:
     rows = re.findall(
         rf"^\| \[{code}\].*$", (REFERENCE / "findings.md").read_text(encoding="utf-8"), re.MULTILINE
     )
-    assert len(rows) == 2  # what it means, and how a comparison judges it
+    assert len(rows) == 2  # its meaning, and the judgment of a comparison
     assert rows[0].endswith("| yes |" if code == "COLLAPSE" else "| no |")
 
 

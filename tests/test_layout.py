@@ -233,7 +233,7 @@ def test_a_model_loads_no_tracing() -> None:
     assert {name for name, _ in imports(PACKAGE / "skips" / "lambda_skip.py")} <= GROUND
 
 
-def test_every_public_name_is_there_and_few() -> None:
+def test_every_public_name_exists_and_they_are_few() -> None:
     assert len(rankwise.__all__) <= 16
     for name in dir(rankwise):
         assert getattr(rankwise, name) is not None

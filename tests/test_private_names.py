@@ -68,7 +68,7 @@ ALLOWED = {
     "tests/measures/test_embedding_rank.py": {"_computed"},
     # of torch, by which the Trainer of transformers decides whether labels are shifted:
     "src/rankwise/models/language.py": {"_get_name"},
-    # of transformers, which has no other name for them:
+    # private names of transformers without a public equivalent:
     "src/rankwise/compression/save.py": {"_is_quantized"},
     "src/rankwise/cli/compress.py": {"_raise_exceptions_for_missing_entries"},
     "experiments/training/train.py": {"_n_gpu"},
@@ -118,7 +118,7 @@ def of_torch() -> set[str]:
     names = {name for module in modules for name in dir(module)}
     names |= {name for kind in classes_of_torch().values() for name in names_of(kind)}
     names |= set(re.findall(r"\b_\w+", FENCE.read_text(encoding="utf-8")))
-    return set(filter(is_private, names)) - PYTHON - {"_internals"}  # a package of ours, too
+    return set(filter(is_private, names)) - PYTHON - {"_internals"}  # a package of Rankwise
 
 
 # --- names of our own --------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ def ours() -> set[str]:
 
 @cache
 def bases_of_ours() -> dict[str, set[str]]:
-    """Return the bases of our classes by name; classes of one name are not told apart."""
+    """Return the bases of our classes by name; classes with the same name are merged."""
     bases: dict[str, set[str]] = {}
     for node in our_classes():
         bases.setdefault(node.name, set()).update(bases_of(node))

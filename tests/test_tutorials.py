@@ -36,9 +36,9 @@ def is_close(shown: str, printed: str) -> bool:
 
 
 def matches(shown: str, printed: str) -> bool:
-    """Return if a page shows what was printed, word by word.
+    """Return True if a page shows the printed text, word by word.
 
-    The sign `…` stands for any text. Decimals have a tolerance; seconds at the end of a line are times.
+    The sign `…` matches any text. Decimals have a tolerance; seconds at the end of a line are times.
     """
     shown, printed = (SECONDS.sub("N s", text).strip() for text in (shown, printed))
     words = []
@@ -50,7 +50,7 @@ def matches(shown: str, printed: str) -> bool:
 
 
 def run_command(command: str) -> str:
-    """Run one command; return what it printed. Skip the test if a package of `pip install` is missing."""
+    """Run one command; return the printed text. Skip the test if a package of `pip install` is missing."""
     words = shlex.split(command)
     if words[:2] == ["pip", "install"]:
         for package in (word for word in words[2:] if word[0] != "-"):
@@ -95,7 +95,7 @@ def test_a_tutorial_prints_the_output_on_its_page(
 
 
 def check_every_line_counts(shown: str, printed: str) -> None:
-    """Check that a changed line, and a decimal 10 % away, do not match what was printed."""
+    """Check that a changed line, and a decimal 10 % away, do not match the printed text."""
     lines = shown.splitlines()
     for at, line in enumerate(lines):
         if not line.strip("─… "):

@@ -25,7 +25,7 @@ def rank(rows: torch.Tensor) -> float:
 
 
 def bert_and_batch() -> tuple[Any, dict[str, torch.Tensor]]:
-    """Return a small encoder, and six sequences of which one is padded."""
+    """Return a small encoder, and six sequences, one with padding."""
     batch = token_ids(6, 24)
     batch["attention_mask"] = torch.ones_like(batch["input_ids"])
     batch["attention_mask"][0, 17:] = 0
@@ -42,7 +42,7 @@ def numbers(audit: rw.Audit) -> list[float]:
     return [*states, *(getattr(head, name) for head in audit.heads for name in NAMES)]
 
 
-def test_ranks_are_those_of_the_rows_of_all_sequences() -> None:
+def test_ranks_equal_the_ranks_of_the_rows_of_all_sequences() -> None:
     model, batch = bert_and_batch()
     audit = rw.audit(model, singles(batch))
     states = model(**batch, output_hidden_states=True).hidden_states

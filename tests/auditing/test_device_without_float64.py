@@ -10,7 +10,7 @@ from rankwise._internals.linalg import float64_device
 from rankwise.errors import InputError
 
 
-def test_a_device_without_float64_measures_what_the_cpu_measures() -> None:
+def test_a_device_without_float64_measures_the_same_numbers_as_the_cpu() -> None:
     command = [sys.executable, "-m", "tests.support.no_float64"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -19,7 +19,7 @@ def test_a_device_without_float64_measures_what_the_cpu_measures() -> None:
     assert done.stdout.split("\n")[:-1] == audits + skips + compressions
 
 
-def test_float64_stays_on_a_device_that_has_it_unless_the_cpu_is_wanted(monkeypatch) -> None:
+def test_float64_stays_on_a_device_that_has_it_unless_the_cpu_is_requested(monkeypatch) -> None:
     """The device "meta" has float64."""
     meta, cpu = torch.device("meta"), torch.device("cpu")
     for wanted, device in (("auto", meta), ("cpu", cpu)):

@@ -395,7 +395,7 @@ ONE_BATCH = Provenance(model="m", delta=0.01, batches=1)
         ),
     ],
 )
-def test_a_verdict_without_actions_says_what_was_looked_for(found: Audit, sentence: str) -> None:
+def test_a_verdict_without_actions_names_the_absent_faults(found: Audit, sentence: str) -> None:
     assert found.verdict == Verdict(sentence=sentence)
 
 
@@ -414,7 +414,7 @@ def test_a_small_head_is_not_worth_its_cost(parameters: int) -> None:
     assert bool(finding.remedy.no_action) == (parameters > 1_000)
 
 
-def test_the_words_on_massive_tokens_are_those_of_the_state() -> None:
+def test_the_words_on_massive_tokens_describe_the_state() -> None:
     many = {"massive_tokens": 3, "largest_norm_ratio": 40, "largest_norm_share": 0.6, "largest_at": {0: 2}}
     numbers = {"effective_rank": 7, "effective_rank_without_massive": 1}
     for blocks, where in ((0, "At the input"), (1, "After 1 block"), (2, "After 2 blocks")):
@@ -429,7 +429,7 @@ def layers(*changes: Fields) -> list[list[HeadRecord]]:
     return [heads({}, {"numerical_rank": 12} | dict(change), layer=at) for at, change in enumerate(changes)]
 
 
-def test_a_healthy_model_is_told_from_others_by_its_ranks_and_costs() -> None:
+def test_a_verdict_on_a_healthy_model_states_its_ranks_and_costs() -> None:
     plain = audit(*layers({}, {"numerical_rank": 4}, {}), states=STATES)
     assert plain.verdict.sentence == f"{HEALTHY} Lowest attention rank: 0.38 in layer 1."
     begun = {"at_init": AtInit(seeds=1, mean={"numerical_rank": 24.0}, seed_std={})}
@@ -525,7 +525,7 @@ def test_a_verdict_has_the_actions_of_the_first_three_codes(number: int) -> None
     assert acts == tuple(f"`{code}`" for code in named[:3])
 
 
-def test_actions_that_compress_are_one_and_actions_with_a_condition_are_last() -> None:
+def test_actions_that_compress_are_joined_and_actions_with_a_condition_are_last() -> None:
     trained = ImportanceRecord(
         loss="a", unit="b", value=1.0, reference=1.0, sequences=1, counted=1, probes=0, seed=0
     )
@@ -566,7 +566,7 @@ def test_no_saving_is_stated_if_a_head_to_remove_was_not_measured(measured: int)
 
 
 @pytest.mark.parametrize("relative", [0.005, 0.011])
-def test_heads_that_cost_more_than_the_tolerance_on_held_out_sequences_are_no_action(relative: float) -> None:
+def test_heads_above_the_tolerance_on_held_out_sequences_are_not_an_action(relative: float) -> None:
     ids = [head.id for head in heads({}, {})]
     costs = importance(removable=removable_set(ids, relative=relative))
     (finding,) = diagnose((), (), (), costs)

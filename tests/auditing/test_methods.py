@@ -1,4 +1,4 @@
-"""Exact and estimated ranks agree, and the records tell which they are."""
+"""Exact and estimated ranks agree, and the records name the method of each rank."""
 
 import math
 
@@ -65,7 +65,7 @@ def test_the_method_depends_on_the_tokens_of_each_sequence_without_padding(monke
     assert mixed.provenance.rank_method.startswith(spectra)
     for one, other in zip(mixed.heads, exact.heads, strict=True):
         assert_alike(one, other)
-        assert len(one.spectrum) == 8  # of the first sequence that has one
+        assert len(one.spectrum) == 8  # from the first sequence with a spectrum
 
 
 @pytest.mark.parametrize(("tokens", "sources"), [(8192, 8192), (4096, 16384)])

@@ -1,4 +1,4 @@
-"""Reference ranks are those of random, one-hot and uniform heads under the mask."""
+"""Reference ranks equal the ranks of random, one-hot and uniform heads under the mask."""
 
 import math
 

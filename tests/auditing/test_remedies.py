@@ -1,4 +1,4 @@
-"""Remedies of findings work: commands and code are run as printed, advice in words is followed."""
+"""Remedies of findings work: commands and code are run as printed, advice without code is followed."""
 
 import math
 import shlex
@@ -306,7 +306,7 @@ def audited(*words: str) -> rw.Audit:
 
 
 def printed(finding: Finding, about: Provenance) -> list[str]:
-    """Return the code of each step of a remedy as it is printed; an empty string for advice in words."""
+    """Return the code of each step of a remedy as it is printed; an empty string for advice without code."""
     assert finding.remedy is not None
     alone = [step.model_copy(update={"then": []}) for step in (finding.remedy, *finding.remedy.then)]
     texts = [remedy_text(step, about) for step in alone]
@@ -418,7 +418,7 @@ def test_the_remedies_for_a_tower_of_clip_can_be_followed(folder: Path) -> None:
     run(command)
 
 
-def test_a_repeated_audit_leaves_out_what_it_need_not_measure(folder: Path) -> None:
+def test_a_repeated_audit_omits_unnecessary_measurements(folder: Path) -> None:
     save(llama(1))
     data = ("--text", FILE, "--tokens", "40", "--sequences", "4")
     audit = audited(MODEL, *data, "--at-init", "--attention-maps", "all", "--importance")
@@ -428,7 +428,7 @@ def test_a_repeated_audit_leaves_out_what_it_need_not_measure(folder: Path) -> N
     run(command)
 
 
-def test_no_head_is_removed_from_a_model_that_predicts_hardly_better_than_chance(folder: Path) -> None:
+def test_no_head_is_removed_from_a_model_that_barely_predicts_better_than_chance(folder: Path) -> None:
     untrained, batch = llama(1), {"input_ids": torch.randint(0, 259, (4, 40))}
     audit = rw.audit(untrained, [batch], importance="exact")
     assert audit.importance is not None
@@ -470,7 +470,7 @@ def test_the_remedy_for_an_uncaptured_module_captures_it() -> None:
 
 
 def compressed(command: str) -> tuple[Compression, float]:
-    """Run a command; return what it did, and the share of the parameters that it saved."""
+    """Run a command; return its record, and the share of the parameters that it saved."""
     run(command)
     done = Compression.load(shlex.split(command)[-1])
     return done, 1 - done.parameters_after / done.parameters_before
@@ -524,7 +524,7 @@ def llama(key_heads: int) -> nn.Module:
 
 
 @pytest.mark.parametrize("key_heads", [1, 2])
-def test_what_is_promised_for_shared_key_heads_comes_out(key_heads: int, folder: Path) -> None:
+def test_promises_for_shared_key_heads_are_kept(key_heads: int, folder: Path) -> None:
     save(llama(key_heads))
     audit = audited(MODEL, "--text", FILE, "--tokens", "40", "--sequences", "4", "--importance", "exact")
     assert {head.heads_per_group for head in audit.heads} == {8 // key_heads}
@@ -533,7 +533,7 @@ def test_what_is_promised_for_shared_key_heads_comes_out(key_heads: int, folder:
 
 @pytest.mark.parametrize("code", ["OVERSIZED_HEADS", "REMOVABLE"])
 @pytest.mark.parametrize("parameters", [2_000, 10**7])
-def test_what_saves_too_little_is_no_action(code: str, parameters: int) -> None:
+def test_a_remedy_that_saves_too_little_is_not_an_action(code: str, parameters: int) -> None:
     about = {"model": "m", "parameters": parameters}
     audit = rw.audit(spare(), [ids()], importance=code == "REMOVABLE", provenance=about)
     finding, acts = of(code, audit), parameters == 2_000

@@ -135,6 +135,6 @@ def test_a_failed_write_keeps_the_earlier_file(audit, tmp_path, monkeypatch, met
         (lambda one: rw.compare(one, "a/audit.json"), "audit 2 of `compare`: .* got 'a/audit.json'"),
     ],
 )
-def test_merge_and_compare_refuse_what_is_not_an_audit(audit: rw.Audit, call: Any, message: str) -> None:
+def test_merge_and_compare_refuse_objects_other_than_audits(audit: rw.Audit, call: Any, message: str) -> None:
     with unchecked(), pytest.raises((InputError, RecordError), match=message):
         call(audit)

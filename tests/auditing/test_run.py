@@ -162,7 +162,7 @@ def test_masks_are_named_and_determine_the_hardmax_rank(model: Any, batches: lis
         assert (head.mask, head.one_hot_rank) == (mask, pytest.approx(rank))
 
 
-def test_windows_of_a_picture_are_one_sequence() -> None:
+def test_windows_of_a_picture_count_as_one_sequence() -> None:
     sizes = {"image_size": 32, "patch_size": 2, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4]}
     model = hugging_face("SwinModel", **sizes, window_size=4)()
     heads = rw.audit(model, [{"pixel_values": torch.randn(3, 3, 32, 32)}]).heads

@@ -154,7 +154,7 @@ def test_costs_are_means_over_tokens_and_the_removable_set_is_dropped() -> None:
     assert rw.Audit.merge([apart[0], rw.audit(model, batches[1:])]).importance is None
 
 
-def test_what_needs_all_sequences_at_once_is_left_out_with_one_note(shards) -> None:
+def test_measures_that_need_all_sequences_at_once_are_left_out_with_one_note(shards) -> None:
     layer, batches = layer_and_batches(2, (9, 9))
     merged = rw.Audit.merge([rw.audit(layer, [batch], at_init=2) for batch in batches])
     assert merged.at_init is merged.heads[0].at_init is None

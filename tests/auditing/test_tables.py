@@ -67,7 +67,7 @@ def test_a_number_is_written_in_full(value: float) -> None:
 
 
 @pytest.mark.parametrize("name", ["\t=1", "\r=1", 'a,"b"\nc', records.NASTY, ""])
-def test_a_text_is_written_as_it_is(name: str, tmp_path: Path) -> None:
+def test_a_text_is_written_unchanged(name: str, tmp_path: Path) -> None:
     head, rows = cells(changed(ENCODER, every={"site": name}).to_csv(tmp_path))
     assert {row[head.index("site")] for row in rows} == {name}
     assert (tmp_path / "heads.csv").exists()
@@ -76,7 +76,7 @@ def test_a_text_is_written_as_it_is(name: str, tmp_path: Path) -> None:
 def test_columns_follow_the_table_of_measures_each_with_its_spread(audit: rw.Audit) -> None:
     columns, _ = table("heads", audit.heads)
     measures = [measure.name for measure in HEAD_MEASURES if measure.name != "removal_cost"]
-    assert "removal_cost" not in columns  # it is there once, as importance_…
+    assert "removal_cost" not in columns  # its only column is importance_…
     assert [name for name in columns if name in measures] == measures
     for name in audit.heads[0].std:
         assert columns[columns.index(name) + 1] == f"{name}_std"

@@ -1,4 +1,4 @@
-"""A changed audit file is shown as it is, or refused by an error that names the field."""
+"""A changed audit file is shown with the change, or refused by an error that names the field."""
 
 import copy
 import io

@@ -116,7 +116,7 @@ def test_a_part_that_would_not_end_in_time_is_left_out_and_shares_are_of_the_who
 
 
 def test_an_audit_before_a_change_is_compared_number_by_number(monkeypatch, tmp_path):
-    """A copy of the project stands for the project before; one of its numbers is then changed."""
+    """A copy of the project represents the earlier version; one of its numbers is then changed."""
 
     def fresh(_: str, path: list[Path] | None = None, **job):
         done = audit.peak(**job)
@@ -273,7 +273,7 @@ PAGES = {
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_numbers_on_pages_are_those_of_the_kept_results(name):
+def test_numbers_on_pages_equal_the_kept_results(name):
     page, wanted = PAGES[name]
     text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
     text = re.sub(r"×(?= \|)", "", " ".join(text.split()))

@@ -86,7 +86,7 @@ def biased() -> Tensor:
 
 
 def shifted(*sizes: float) -> nn.Module:
-    """Return blocks after which the states are random ones plus a constant: the larger, the more alike."""
+    """Return blocks after which the states are random ones plus a constant: the larger, the more similar."""
     states = thirds(full(), full(), full())
     return blocks(*(lambda x, size=size: states + size for size in sizes))
 
@@ -103,7 +103,7 @@ class Formed(nn.Module):
 
 
 class Rows(nn.Module):
-    """Readout of tokens by ten heads, of which two have outputs ``small`` times as large."""
+    """Readout of tokens by ten heads; two heads have outputs ``small`` times as large."""
 
     def __init__(self, small: float, weight: float) -> None:
         super().__init__()
@@ -192,7 +192,7 @@ CASES: list[tuple[str, str, Callable[[], tuple[Any, ...]], str]] = [
 
 
 @pytest.mark.parametrize(("code", "outcome", "make", "words"), CASES)
-def test_a_claim_is_judged_by_what_the_model_does(code: str, outcome: str, make: Any, words: str) -> None:
+def test_a_claim_is_judged_by_the_behavior_of_a_model(code: str, outcome: str, make: Any, words: str) -> None:
     torch.manual_seed(1)
     model, batch = make()
     claim = checked(code, model, batch)
@@ -259,7 +259,7 @@ def test_softmax_and_centered_logits_ignore_a_common_key(seed: int, size: float)
 
 
 @given(st.integers(64, 80), st.integers(32, 40), st.booleans())
-def test_components_are_those_of_the_logits_formed(tokens: int, width: int, centered: bool) -> None:
+def test_components_equal_the_components_of_formed_logits(tokens: int, width: int, centered: bool) -> None:
     query, key = full(tokens, width).double(), full(tokens, width).double() + 1
     code = "centered_logit_energy" if centered else "logit_energy"
     claim = checked(code, attention().double(), torch.cat([query, key, query], -1)[None])
@@ -282,7 +282,7 @@ def test_padding_and_the_cut_into_batches_change_nothing() -> None:
             assert first.yours == other.yours or first.code in without
 
 
-def test_the_model_is_left_as_it_was() -> None:
+def test_the_model_is_left_unchanged() -> None:
     model = attention(is_causal=True).train()
     states = biased()
     with untouched(model):

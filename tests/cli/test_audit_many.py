@@ -414,7 +414,7 @@ def test_the_command_of_a_job_carries_every_setting(tmp_path: Path, monkeypatch:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("rankwise.cli.audit_many.audit_many", stop)
-    for check in ("load_data.check_data", "load_model.check_loading"):  # no file and no GPU is there
+    for check in ("load_data.check_data", "load_model.check_loading"):  # neither the files nor a GPU exist
         monkeypatch.setattr(f"rankwise.cli.{check}", lambda *_, **__: None)
     commands: set[str] = set()
     for options in OPTIONS:

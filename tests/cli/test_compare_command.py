@@ -78,7 +78,7 @@ def test_files_of_an_audit_are_not_overwritten(audits: tuple[Audit, Audit]) -> N
         assert Path(out).read_bytes() == before
 
 
-def test_audits_of_a_folder_are_in_the_order_of_time_without_those_of_failed_runs(
+def test_audits_of_a_folder_are_in_the_order_of_time_without_failed_runs(
     audits: tuple[Audit, Audit],
 ) -> None:
     audit, _ = audits
@@ -93,7 +93,7 @@ def test_audits_of_a_folder_are_in_the_order_of_time_without_those_of_failed_run
     assert list(dict.fromkeys(names)) == ["small", "medium", "large"]
 
 
-def test_the_files_of_a_page_of_several_audits_are_no_audits(audits: tuple[Audit, Audit]) -> None:
+def test_the_files_of_a_page_of_several_audits_are_not_audits(audits: tuple[Audit, Audit]) -> None:
     """DIR/* of the shell names them too."""
     for name, audit in zip("abc", (*audits, audits[0]), strict=True):
         audit.save(f"run/{name}/audit.json")

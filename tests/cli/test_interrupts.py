@@ -95,7 +95,7 @@ def test_ctrl_c_while_a_file_of_the_model_is_imported_leaves_no_empty_folder(tmp
 
 
 def test_ctrl_c_while_the_model_runs_writes_the_finished_batches(tmp_path: Path) -> None:
-    """Signals within 0.25 s are one press, so that no press cuts the writing short."""
+    """Signals within 0.25 s count as one press, so that no press cuts the writing short."""
     (tmp_path / "slow.py").write_text(SLOW)
     status, out, errors = pressed(started(tmp_path, "audit", "slow.py:build"), [0.05, 0.02, *[0.005] * 3])
     assert (status, errors) == (130, LINE)

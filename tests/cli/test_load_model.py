@@ -213,7 +213,7 @@ def save_changed(tiny: Path, change: Callable[[str], str | None]) -> None:
 @pytest.mark.parametrize(
     ("command", "prefix"), [*((command, "module.") for command in COMMANDS), ("audit", COMPILED_PREFIX)]
 )
-def test_a_checkpoint_of_which_nothing_fits_is_refused(run, tiny, tmp_path, command, prefix) -> None:
+def test_a_checkpoint_without_a_fitting_weight_is_refused(run, tiny, tmp_path, command, prefix) -> None:
     save_changed(tiny, lambda name: prefix + name)
     refused = run(*COMMANDS[command])
     assert isinstance(refused.exception, InputError), refused.output

@@ -35,7 +35,7 @@ def test_the_plan_is_printed_and_written(run: Run) -> None:
     assert "Choose another name" in str(run(*few).exception)
 
 
-def test_options_are_those_of_the_function(run: Run) -> None:
+def test_options_are_passed_to_the_function(run: Run) -> None:
     done = run(
         "--tokens", 48, "--mask", "causal", "--positions", "rope", "--least-gain", 0.02, "--trials", 3,
         "--seed", 5,

@@ -364,7 +364,7 @@ def worse(passes: Any, stacks: Any, plan: Any) -> dict[str, nn.Module]:
     return {name: layer}
 
 
-def test_half_precision_and_a_wrapped_model_are_compressed_alike() -> None:
+def test_half_precision_and_a_wrapped_model_are_compressed_in_the_same_way() -> None:
     class Wrapper(nn.Module):
         def __init__(self, inner: nn.Module) -> None:
             super().__init__()

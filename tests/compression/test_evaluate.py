@@ -25,7 +25,7 @@ def test_without_labels_and_logits_no_loss_and_no_output_kl_is_measured() -> Non
 @pytest.mark.parametrize(
     ("keep", "reverse"), [({"kv": 0.4}, False), ({"width": 0.5}, True), ({"heads": 0.5}, False)]
 )
-def test_costs_of_each_length_are_those_of_plain_passes(keep: dict[str, float], reverse: bool) -> None:
+def test_costs_of_each_length_equal_the_costs_of_plain_passes(keep: dict[str, float], reverse: bool) -> None:
     """Losses, their spread, KL and errors of the first token and of the others, in any order of batches."""
     batches = [ids(10, 12, 1), ids(3, 12, 2), ids(9, 12, 3), ids(3, 40, 4), ids(2, 38, 5)]
     for batch in batches:
@@ -67,7 +67,7 @@ def test_costs_of_each_length_are_those_of_plain_passes(keep: dict[str, float], 
         )
 
 
-def test_the_printed_cost_of_the_demo_is_that_of_a_loop_by_hand() -> None:
+def test_the_printed_cost_of_the_demo_equals_the_cost_in_a_loop_by_hand() -> None:
     """Within twice the spread on held-out windows of the demo's text, and within rounding of the print."""
     model, original = (
         transformers.AutoModelForCausalLM.from_pretrained(demo_model()).eval() for _ in range(2)

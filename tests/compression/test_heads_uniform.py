@@ -163,7 +163,7 @@ NO_PLAIN = r"expected fewer heads in every layer.*Remove heads without `uniform`
         (llama, {"parts": None, "keep": {"kv": 0.5}}, r"`uniform`: expected the part 'heads'.*got kv"),
     ],
 )
-def test_what_no_configuration_describes_is_refused(make: Make, options: dict[str, Any], said: str) -> None:
+def test_sizes_without_a_configuration_are_refused(make: Make, options: dict[str, Any], said: str) -> None:
     model = make()
     batch: Any = BATCH if hasattr(model, "config") else torch.randn(2, 5, 8)
     with untouched(model, but="config"), pytest.raises(CompressionError, match=said):

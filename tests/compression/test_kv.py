@@ -75,7 +75,7 @@ def test_factors_have_the_least_weighted_error_of_their_rank(rank: int) -> None:
     found = weighted_svd(weight, tokens, gradients)
     down, up = found.factors(rank)
     least = cost(weight - up @ down, tokens, gradients)
-    # the ridges add at most 1e-6 of the mean eigenvalue of G, and 1e-9 of that of A, in each direction
+    # the ridges add at most 1e-6 of G's mean eigenvalue and 1e-9 of A's mean eigenvalue in each direction
     assert least == pytest.approx(float(found.nats[rank:].sum()), rel=1e-3)
     assert torch.allclose(down @ down.mT, torch.eye(rank, dtype=torch.float64), atol=1e-12)
     plain_down, plain_up = weighted_svd(weight).factors(rank)

@@ -135,7 +135,7 @@ def test_latents_of_8_bits_have_the_bytes_of_their_numbers_scales_and_zeros() ->
     assert row.cache_bytes == done.cache_tokens * per_token
 
 
-def test_what_a_model_does_not_allow_is_a_row_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_way_that_a_model_does_not_allow_is_a_row_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     done = preview(bert(), [ids(8, 30)], parts=("width", "kv"))
     assert [(row.part, bool(row.refused)) for row in done.rows if row.part == "kv"] == [("kv", True)]
     assert not any(row.bits for row in done.rows)

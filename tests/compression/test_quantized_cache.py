@@ -19,7 +19,7 @@ def test_rounding_is_bounded_by_half_a_step_of_the_group(bits: int, size: int, s
     rounded = quantize(values, bits, dim=1)
     for before, after in zip(values.split(GROUP, 1), rounded.split(GROUP, 1), strict=True):
         low, high = before.amin(1, keepdim=True), before.amax(1, keepdim=True)
-        # float16 of the lowest level, and of the step, which is counted up to 2^bits − 1 times
+        # float16 rounds the lowest level and the step, which is counted up to 2^bits − 1 times
         half = 2.0**-11 * (low.abs() + high - low) + 2.0**-24 * 2**bits
         bound = (high - low) / (2**bits - 1) / 2 + half
         assert bool(((after - before).abs() <= bound * (1 + 1e-9)).all())
@@ -67,8 +67,8 @@ def test_attention_reads_a_quantized_cache(make: Any) -> None:
 
 @pytest.mark.extra
 @pytest.mark.parametrize("backend", ["hqq", "quanto"])
-def test_the_simulated_error_is_that_of_a_public_quantized_cache(backend: str) -> None:
-    """One layer: keys and values do not depend on the cache, and 64 tokens and channels are one group."""
+def test_the_simulated_error_equals_the_error_of_a_public_quantized_cache(backend: str) -> None:
+    """One layer: keys and values do not depend on the cache, and 64 tokens and channels form one group."""
     pytest.importorskip("hqq" if backend == "hqq" else "optimum.quanto")
     sizes = {"hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}
     model, batch = made("Llama", vocab_size=61, **sizes), ids(16, 65)

@@ -197,7 +197,7 @@ def test_widths_of_pairs_are_widths_of_curves() -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.lists(st.floats(0, 9), min_size=6, max_size=6), min_size=1, max_size=4), st.floats(0, 9))
 def test_widths_for_a_tolerance_keep_it(drawn: list[list[float]], tolerance: float) -> None:
-    curves = [([1, 2, 3, 4, 5, 6, 7], [*losses, 0.0]) for losses in drawn]  # of any shape
+    curves = [([1, 2, 3, 4, 5, 6, 7], [*losses, 0.0]) for losses in drawn]  # curves of any shape
     widths = widths_for_tolerance(curves, tolerance)
     mean = sum(losses[width - 1] for width, (_, losses) in zip(widths, curves, strict=True)) / len(curves)
     assert mean <= tolerance + 1e-8  # 9 times 1e-9

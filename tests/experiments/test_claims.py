@@ -96,7 +96,7 @@ def test_no_bound_was_violated() -> None:
     assert all(0 < layer["both"] <= layer["rows"] for layer in scales)
 
 
-def test_losses_on_the_page_of_tost_are_those_of_the_bundled_models() -> None:
+def test_losses_on_the_page_of_tost_equal_the_losses_of_the_bundled_models() -> None:
     page = (ROOT / "docs" / "how-to" / "tost.md").read_text(encoding="utf-8")
     for study in train_demo.STUDIES:
         loss = study.kept()["scores"]["validation_loss"]
@@ -123,7 +123,7 @@ def numbers_of_the_readme() -> Iterator[str]:
     yield f" | {', '.join(f'{added[way]:.3f}' for way in ways)} | "
 
 
-def test_numbers_of_the_readme_are_those_of_the_kept_runs() -> None:
+def test_numbers_of_the_readme_equal_the_numbers_of_the_kept_runs() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert [words for words in numbers_of_the_readme() if words not in text] == []
 

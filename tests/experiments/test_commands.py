@@ -102,7 +102,7 @@ MISSING = {
 
 
 @pytest.mark.parametrize("name", MISSING)
-def test_a_study_without_its_data_says_what_is_missing(
+def test_a_study_without_its_data_names_the_missing_data(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -126,7 +126,7 @@ def test_make_test_collects_every_example() -> None:
     assert [path for path in examples if not any(map(path.is_relative_to, folders))] == []
 
 
-def test_ctrl_c_says_how_to_go_on(
+def test_ctrl_c_says_how_to_continue(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def stopped(*_: object, **__: object) -> bool:

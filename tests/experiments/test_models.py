@@ -102,7 +102,7 @@ STEP: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", ["transformer", "softmax", "tost", *cost.KEPT])
-def test_the_estimate_of_memory_is_what_a_step_keeps(name: str) -> None:
+def test_the_estimate_of_memory_is_near_the_memory_that_a_step_keeps(name: str) -> None:
     row = TrainingConfig(model=name, **STEP | {"layers": 4 if name.endswith("hybrid") else 2})
     model, ids = build_model(row, task_of(row)), torch.randint(3, 259, (row.batch, row.tokens))
     weights = {one.untyped_storage().data_ptr() for one in model.parameters()}

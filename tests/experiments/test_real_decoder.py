@@ -48,7 +48,7 @@ def test_all_tokens_but_the_first_are_equal_and_only_inside(model, batches) -> N
     assert torch.equal(states(), whole)
 
 
-def test_forced_collapse_is_where_it_was_forced(model, batches) -> None:
+def test_forced_collapse_is_found_at_the_forced_block(model, batches) -> None:
     runs = study.forced(model, model.model.layers, batches[:1], SMALL)
     assert [(run["after"], run["kept"]) for run in runs] == [(0, 1.0), (2, 0.0), (2, 0.25)]
     for run in runs[1:]:

@@ -105,7 +105,7 @@ def test_a_sink_can_be_removed_if_its_exact_cost_is_small(cost, exact, meaning, 
 
 @pytest.mark.parametrize("changes", [{"max_token_mass": 0.97}, {"stable_rank": 1.0, "row_spread": 0.1}])
 @pytest.mark.parametrize(("parameters", "acts"), [(10_000, True), (100_000, False)])
-def test_a_cheap_head_that_saves_too_little_is_no_action(changes, parameters, acts):
+def test_a_cheap_head_that_saves_too_little_is_not_an_action(changes, parameters, acts):
     usual = {"head_dim": 16, "max_token_mass": 0.1, "tokens": 64.0, "sources": 64.0, "full_rank": 64.0}
     other = records.encoder().heads[0].model_copy(update={**usual, "head": 1})  # it stays
     one = records.encoder().heads[0].model_copy(update={**usual, **changes})

@@ -156,5 +156,5 @@ def test_gates_of_blocks_follow_a_batch_axis_of_1():
     first, second = (measure(Encoder(axis).eval().double(), [states], settings) for axis in (True, False))
     assert len(first.blocks) == 2
     for one, other in zip(first.blocks, second.blocks, strict=True):
-        for name in ("curvature", "estimate"):  # squares of sequences, which one gate would add up first
+        for name in ("curvature", "estimate"):  # squares per sequence; one gate would add sequences first
             assert getattr(other, name) == pytest.approx(getattr(one, name), rel=1e-10)

@@ -44,7 +44,7 @@ def test_the_loss_alone_takes_one_pass_and_no_gradients():
     assert "costs of removing heads, `importance=True`" in text
 
 
-def test_the_loss_alone_is_refused_if_there_is_none():
+def test_a_request_for_only_the_loss_is_refused_if_the_model_has_none():
     with pytest.raises(rw.RankwiseError, match=r"expected .*labels.*got .*change of the output") as caught:
         rw.audit(encoder(), [{"input_ids": ids()}], loss=True)
     assert len(caught.value.audit.heads) == 8
@@ -181,7 +181,7 @@ def test_a_language_model_of_transformers_may_return_a_tuple(labelled):
     assert (found.loss, found.value) == (wanted.loss, wanted.value)
 
 
-def test_an_input_named_as_labels_are_is_no_label():
+def test_an_input_with_the_name_of_labels_is_not_a_label():
     class Both(Heads):
         def forward(self, x, y):
             return super().forward(x + y[..., None])
@@ -305,7 +305,7 @@ def moved(before, after):
         ("BertForSequenceClassification", {"problem_type": "multi_label_classification"}, ("logits",)),
     ],
 )
-def test_the_change_is_that_of_every_result_and_never_a_softmax_of_scores(kind, settings, fields):
+def test_the_change_is_measured_in_every_result_and_never_in_a_softmax_of_scores(kind, settings, fields):
     """The KL divergence of one class is 0, whatever the head does."""
     model, batch = bert(kind, **settings), {"input_ids": ids()}
     importance = measure(model, [batch], ImportanceSettings(exact=True, tolerance=None))
@@ -319,7 +319,7 @@ def test_the_change_is_that_of_every_result_and_never_a_softmax_of_scores(kind, 
     assert by_hand > 0
 
 
-def test_logits_as_many_as_the_pixels_of_a_patch_are_no_classes():
+def test_logits_as_many_as_the_pixels_of_a_patch_are_not_classes():
     model = bert("BertForTokenClassification", num_labels=12)
     assert measure(model, [{"input_ids": ids()}], CHEAP).loss.startswith("KL divergence")
     model.config.patch_size, model.config.num_channels = 2, 3
@@ -413,7 +413,7 @@ def test_random_numbers_are_the_same_in_every_pass():
 
 
 @pytest.mark.parametrize("labelled", [False, True])
-def test_logits_of_more_positions_than_tokens_are_no_next_tokens(labelled):
+def test_logits_of_more_positions_than_tokens_do_not_predict_next_tokens(labelled):
     """Prompt tuning puts learned vectors before the tokens, so the logits of the first tokens come later."""
 
     class Prompted(nn.Module):

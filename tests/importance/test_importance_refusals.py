@@ -264,7 +264,7 @@ def test_without_a_reference_no_removable_set_is_reported():
     assert "the entropy of the predictions" in importance.notes[-1]
 
 
-def test_a_lack_of_memory_is_no_lack_of_gradients(monkeypatch):
+def test_a_lack_of_memory_is_not_a_lack_of_gradients(monkeypatch):
     """The words of torch on a CPU, whose error is a plain RuntimeError."""
 
     def full(*_, **__):

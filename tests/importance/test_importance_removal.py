@@ -212,13 +212,13 @@ def test_the_interval_is_students_over_held_out_sequences():
     reference = np.mean([cost.loss - cost.cost for cost in alone])
     width = 2.776445 * costs.std(ddof=1) / math.sqrt(5) / reference  # t with 4 degrees of freedom
     assert gone.held_out == 5
-    assert (gone.high - gone.low) / 2 == pytest.approx(width, rel=1e-3)  # of the expansion of t
+    assert (gone.high - gone.low) / 2 == pytest.approx(width, rel=1e-3)  # error of the expansion of t
     assert gone.relative == pytest.approx(costs.mean() / reference, rel=1e-9)
     assert (gone.low + gone.high) / 2 == pytest.approx(gone.relative, rel=1e-9)
 
 
 def test_the_interval_weighs_sequences_by_tokens():
-    """If every token costs the same, unequal lengths alone do not widen it; the jackknife agrees."""
+    """If every token costs the same, different lengths do not widen it; the jackknife agrees."""
     model, lengths = language_model(), torch.randint(4, 30, (24,), generator=torch.Generator().manual_seed(0))
     whole = {"input_ids": ids(24, 30), "attention_mask": (torch.arange(30) < lengths[:, None]).long()}
     best = model(**whole).logits.argmax(-1).roll(1, 1)  # so that removal costs something in every sequence
@@ -238,7 +238,7 @@ def test_the_interval_weighs_sequences_by_tokens():
 
 
 @pytest.mark.parametrize("sequences", [1, 2])
-def test_few_sequences_have_no_price_or_no_interval_and_words_say_so(sequences):
+def test_few_sequences_have_no_price_or_no_interval_and_words_state_this(sequences):
     audit = rw.audit(language_model(), [{"input_ids": ids(sequences)}], importance=HALVED)
     gone = audit.importance.removable
     assert (gone.chosen_on, gone.held_out) == (1, sequences - 1)

@@ -31,7 +31,7 @@ def torch_encoder():
 
 
 class Layers(nn.Module):
-    """Three blocks of a user. The last may read what an earlier block wrote into a cache.
+    """Three blocks of a user. The last may read a cache that an earlier block wrote.
 
     The cache is new in each pass, or a list that outlives the pass.
     """

@@ -109,7 +109,7 @@ def whole_loss(model, name, batch):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_loss_and_gradients_are_those_of_whole_logits_which_are_never_formed(name, monkeypatch):
+def test_loss_and_gradients_equal_the_results_of_whole_logits_which_are_never_formed(name, monkeypatch):
     monkeypatch.setattr(CHUNK, 3 * WORDS)
     model, batch, largest = FAMILIES[name]().eval().double(), batch_of(name), list[int]()
     loss = model_loss(model, [batch], ImportanceSettings(loss="masked" if name == "Bert" else "auto"))
@@ -158,7 +158,7 @@ def test_projections_have_the_fisher_matrix_of_whole_logits(name, monkeypatch):
     assert squares == pytest.approx(exact, rel=5 * 2 / math.sqrt(draws))
 
 
-def test_projections_are_drawn_alike_whatever_the_size_of_chunks(monkeypatch):
+def test_projections_do_not_depend_on_the_size_of_chunks(monkeypatch):
     settings = ImportanceSettings(exact=False, probes=2, tolerance=None)
     model, batches = language_model(), [{"input_ids": ids(3, 12)}]
     whole = measure(model, batches, settings)
@@ -177,7 +177,7 @@ def test_projections_are_drawn_alike_whatever_the_size_of_chunks(monkeypatch):
     ],
     ids=["neighbors", "positions", "labels"],
 )
-def test_a_head_that_is_not_one_per_token_leaves_logits_whole_and_says_so(model, why, monkeypatch):
+def test_a_head_that_does_not_act_per_token_leaves_logits_whole_with_a_note(model, why, monkeypatch):
     monkeypatch.setattr(CHUNK, 3 * WORDS)
     monkeypatch.setattr("rankwise.importance.loss_choice.CHUNK", 3 * WORDS)
     model, batch = model().eval().double(), batch_of("plain")
@@ -234,7 +234,7 @@ def test_one_token_of_several_has_no_standard_error():
     assert torch.tensor(sampled(1).sites[0].standard_error).isnan().all()
 
 
-def test_merged_errors_are_those_of_one_audit():
+def test_merged_errors_equal_the_errors_of_one_audit():
     model, batches = language_model(), [{"input_ids": ids(2, 30, seed)} for seed in (1, 2)]
     settings = ImportanceSettings(exact=True, estimates=False, tolerance=None, tokens=8)
     parts = [rw.importance.measure_importance(model, [batch], settings) for batch in batches]
@@ -246,7 +246,7 @@ def test_merged_errors_are_those_of_one_audit():
 
 
 @pytest.mark.parametrize("tokens", [0, -1, 1.5])
-def test_the_number_of_tokens_is_a_whole_number_above_0(tokens):
+def test_the_number_of_tokens_is_an_integer_above_0(tokens):
     with pytest.raises(rw.RankwiseError, match="`tokens`: expected"):
         ImportanceSettings(tokens=tokens)
 

@@ -287,7 +287,7 @@ def test_preserve_state() -> None:
 
 
 def test_containers_and_hooks_are_restored_together() -> None:
-    """A first run that builds something and sets a flag leaves neither, whatever holds what it builds."""
+    """A first run that builds something and sets a flag leaves neither, whatever container holds it."""
     module = nn.Sequential(nn.ReLU())
     module.ordered, module.counts = OrderedDict(a=1), defaultdict(int)
     module.names, module.last = {"a"}, deque([1, 2], maxlen=2)

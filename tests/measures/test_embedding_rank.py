@@ -41,8 +41,8 @@ def test_any_batches_have_the_rank_of_all_rows_at_once(sizes: list[int], seed: i
     shuffled = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
     expected = effective_rank(rows).item()
     got = metric(*rows[shuffled].split(sizes)).compute().item()
-    # The bound of the docstring: at most D singular values below √(D·ε)·σ_1, each of which moves the entropy
-    # by at most p·(1 − log p), count as 0; all others have a relative error below 1e-9.
+    # Bound of the docstring: at most D singular values below √(D·ε)·σ_1 count as 0; each moves the entropy by
+    # at most p·(1 − log p); all others have a relative error below 1e-9.
     least = math.sqrt(D * 2.0**-52)
     assert got == pytest.approx(expected, rel=2 * D * least * (1 - math.log(least)))
     assert 1 <= got <= min(len(rows), D) * (1 + 1e-12)

@@ -193,7 +193,7 @@ class CountedRows(SoftmaxMixing):
 
 @pytest.mark.parametrize(("kept", "passes"), [(2**31, 1), (0, 7)])
 def test_kept_rows_change_the_spectrum_by_their_rounding_alone(kept, passes, monkeypatch):
-    """Float32 rows are those of M + E, ‖E‖_F ≤ 2⁻²⁴ ‖M‖_F; without room, each step computes rows again."""
+    """Float32 rows equal rows of M + E, ‖E‖_F ≤ 2⁻²⁴ ‖M‖_F; without room, each step computes rows again."""
     monkeypatch.setattr(krylov, "KEPT_BYTES", kept)
     q, k = 2 * normal(2, 90, 8, seed=1)
     CountedRows.computed = 0

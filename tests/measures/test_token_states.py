@@ -180,7 +180,7 @@ def test_fewer_than_two_directions_have_no_cosine():
 @pytest.mark.parametrize("shape", [(120, 200), (200, 120)], ids=str)
 @pytest.mark.parametrize("kind", ["plain", "massive", "nearly collapsed", "collapsed", "low rank"])
 def test_the_effective_rank_of_states_equals_the_svd(kind, shape, monkeypatch):
-    """A Gram matrix is used where it is precise enough; tokens that are equal within 1e-9 need the SVD."""
+    """A Gram matrix is used if it is precise enough; tokens that are equal within 1e-9 need the SVD."""
     svds = []
     monkeypatch.setattr(dense_spectrum, "scaled_svd", lambda x, svd=scaled_svd: svds.append(len(x)) or svd(x))
     x = normal(2, *shape, seed=1)
@@ -325,7 +325,7 @@ def test_massive_tokens_are_counted_by_their_norms(x):
         close(largest_norm_share(x)[index].item(), share, rtol=1e-12)
 
 
-def test_the_effective_rank_without_massive_tokens_is_that_of_the_others():
+def test_the_effective_rank_without_massive_tokens_equals_the_rank_of_the_others():
     x = normal(3, 24, 8, seed=7)
     mask = torch.ones(3, 24, dtype=torch.bool)
     mask[2, 20:] = False

@@ -239,7 +239,7 @@ def test_weights_that_multiply_decay_and_no_others(variant: str) -> None:
 
 
 def _tied() -> nn.Module:
-    """The second module is no layer that torch knows."""
+    """The second module is not a layer that torch knows."""
     made = nn.Sequential(nn.Linear(3, 3), nn.Module())
     made[1].register_parameter("gain", made[0].weight)
     return made

@@ -1,4 +1,4 @@
-"""Trainings by the Trainer of transformers lose what a loop in float64 loses, step by step."""
+"""Trainings by the Trainer of transformers have the losses of a loop in float64, step by step."""
 
 from contextlib import nullcontext
 from pathlib import Path
@@ -45,7 +45,7 @@ ONE_EACH = ("language", "text", "image", "GPT-2 with λ-skips")
 CASES = [
     *((kind, "accumulation") for kind in KINDS),
     *((kind, "label smoothing") for kind in ONE_EACH),
-    # what depends neither on labels nor on the kind of model
+    # cases that depend neither on labels nor on the kind of model
     *(("language", case) for case in ("checkpointing", "compile", "resume", "bf16")),
     ("image", "best model"),
     ("GPT-2 with λ-skips", "resume"),
@@ -53,7 +53,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kind", "case"), CASES)
-def test_a_training_loses_what_a_loop_in_float64_loses(kind: str, case: str, tmp_path: Path) -> None:
+def test_a_training_has_the_losses_of_a_loop_in_float64(kind: str, case: str, tmp_path: Path) -> None:
     with unchecked() if case == "compile" else nullcontext():
         found, trainer = by_trainer(kind, case, STEPS, tmp_path)
     assert difference(found, by_hand(kind, case, STEPS)) < (IN_BF16 if case == "bf16" else TOLERANCE)
@@ -64,7 +64,7 @@ def test_a_training_loses_what_a_loop_in_float64_loses(kind: str, case: str, tmp
 
 @pytest.mark.extra
 @pytest.mark.parametrize("kind", KINDS)
-def test_adapters_lose_what_a_loop_in_float64_loses(kind: str, tmp_path: Path) -> None:
+def test_adapters_have_the_losses_of_a_loop_in_float64(kind: str, tmp_path: Path) -> None:
     """Without ``target_modules``, as peft knows the models."""
     pytest.importorskip("peft")
     found, trainer = by_trainer(kind, "LoRA", STEPS, tmp_path)
@@ -109,7 +109,7 @@ def test_lists_of_class_names_hold_the_models() -> None:
 
 
 def test_a_plain_trainer_decays_what_parameter_groups_leave_out(tmp_path: Path) -> None:
-    """The Trainer goes by names and LayerNorm alone, so that no mark on a parameter reaches it."""
+    """The Trainer decides by names and LayerNorm only, so that no mark on a parameter reaches it."""
 
     def decayed(**given: object) -> set[str]:
         arguments = TrainingArguments(str(tmp_path), weight_decay=0.1, report_to=[], use_cpu=True)

@@ -48,7 +48,7 @@ def run_anew(script: str, folder: Path) -> None:
 
 
 def shortened(script: str, size: str, steps: int) -> str:
-    """Return a script of a few steps, with everything that it does every so many steps in every second."""
+    """Return a script of a few steps, with its periodic work in every second step."""
     assert len(script.splitlines()) <= 45
     script = re.sub(r"_steps=\d00|every=\d00", lambda found: f"{found[0].split('=')[0]}=2", script)
     small = re.sub(r"(OUT, \w+, STEPS = Path\(.+\)), .+", rf"\1, {size}, {steps}", script)
@@ -57,7 +57,7 @@ def shortened(script: str, size: str, steps: int) -> str:
 
 
 def test_the_script_of_a_language_model_trains_resumes_and_generates(tmp_path: Path, run_here: Run) -> None:
-    """After 3 steps there are traces of killed processes; then it goes on to 5 steps."""
+    """After 3 steps there are traces of killed processes; then training continues to 5 steps."""
     (tmp_path / "book.txt").write_text("to be or not to be, that is the question. " * 200)
     out = tmp_path / "tost"
     run_anew(shortened(SCRIPTS[0], "16", 3), tmp_path)

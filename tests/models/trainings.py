@@ -183,6 +183,6 @@ def by_trainer(kind: str, case: str, steps: int, folder: Path) -> tuple[list[flo
 
 
 def difference(found: list[float], wanted: list[float]) -> float:
-    """Return the largest difference of two lists of losses, relative to the wanted losses."""
+    """Return the largest difference of two lists of losses, relative to the expected losses."""
     assert len(found) == len(wanted)
     return max(abs(a - b) / abs(b) for a, b in zip(found, wanted, strict=True))

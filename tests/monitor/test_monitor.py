@@ -409,7 +409,7 @@ def test_wrong_settings_are_refused_before_training(settings, named):
 
 
 @pytest.mark.parametrize("step", ["0", None, 0.0, -1])
-def test_a_step_must_be_a_whole_number(step):
+def test_a_step_must_be_an_integer(step):
     monitor = rw.RankMonitor(probe())
     with unchecked(), pytest.raises(InputError, match=r"`step`: expected a whole number"):
         monitor.step(encoder(), step)

@@ -84,7 +84,7 @@ def test_a_folder_contains_one_training(tmp_path):
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-0"]
 
 
-def test_a_copy_of_a_monitor_goes_on(tmp_path):
+def test_a_copy_of_a_monitor_continues(tmp_path):
     model = encoder()
     monitor = rw.RankMonitor(probe(), every=2, folder=tmp_path)
     monitor.step(model, 0)

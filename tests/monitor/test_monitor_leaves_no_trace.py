@@ -165,7 +165,7 @@ def test_training_is_bit_identical_with_a_monitor(make: Any, cast: Any, between:
     assert all(torch.equal(watched[name], alone[name]) for name in alone)
 
 
-def test_an_audit_between_passes_in_autocast_changes_no_more_than_rounding() -> None:
+def test_an_audit_between_passes_in_autocast_changes_only_rounding() -> None:
     """Each pass has its own casts, so gradients are added in float32 instead of bfloat16."""
     watched, alone = (trained(encoder, each, outer, between=True) for each in (True, False))
     for name, weight in alone.items():

@@ -85,7 +85,7 @@ def grouped_model(head_dim: int) -> PreTrainedModel:
     return MiMoV2FlashForCausalLM(config).half().eval()
 
 
-def test_savings_are_those_of_a_model_with_key_heads() -> None:
+def test_savings_equal_the_savings_of_a_model_with_key_heads() -> None:
     plan = plan_head_dim(64, "causal", "rope", heads=4, kv_heads=2, head_dim=24, hidden_size=96, trials=2)
     present, star = plan.costs[:2]
     models = [grouped_model(cost.head_dim) for cost in (present, star)]
@@ -99,7 +99,7 @@ def test_savings_are_those_of_a_model_with_key_heads() -> None:
     assert values[0] == values[1]
 
 
-def test_parameters_are_those_of_encoders() -> None:
+def test_parameters_equal_the_parameters_of_encoders() -> None:
     sizes = {"hidden_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 8}
     plan = plan_head_dim(64, heads=4, hidden_size=96, trials=2)
     present, star = plan.costs[:2]
@@ -157,7 +157,7 @@ def test_the_first_sentence_says_what_k_star_saves(options: dict[str, Any], said
         {"tokens": 256, "least_gain": 1e-9},
     ],
 )
-def test_what_the_first_sentence_says_of_doubled_widths_holds_for_the_curve(options: dict[str, Any]) -> None:
+def test_the_first_sentence_on_doubled_widths_holds_for_the_curve(options: dict[str, Any]) -> None:
     plan = plan_head_dim(**{"trials": 4, **options})
     shares = {k: mean for k, mean, _ in plan.curve}
     gains = {k: (shares[2 * k] - shares[k]) / k for k in shares if 2 * k in shares}

@@ -86,7 +86,7 @@ def test_stacks_are_drawn_below_each_other_in_given_axes(name: str, pyplot: Any)
     finite = sum(math.isfinite(head.effective_rank) for head in audit.heads)
     assert right.images[0].get_array().count() == finite
     assert len(pyplot.get_fignums()) == 1
-    right.figure.canvas.draw()  # names of modules are no formulas
+    right.figure.canvas.draw()  # names of modules are not formulas
 
 
 def test_figures_that_cannot_be_drawn_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -160,7 +160,7 @@ def test_every_page_fits_phones_and_screens_without_console_messages(
     visit.page.close()
 
 
-def test_what_is_on_the_page_before_a_click_with_a_card_that_is_open(encoder: Page) -> None:
+def test_the_page_before_a_click_and_with_an_open_card(encoder: Page) -> None:
     assert encoder.get_by_role("heading", name="What to do").count() == 1
     assert encoder.get_by_role("list", name="What to do").locator("li").count() == 2
     assert encoder.locator(".heat .hm image, .heat .hm path").count() >= 1

@@ -97,7 +97,7 @@ def test_the_first_screen_of_many_layers_has_the_first_and_the_last() -> None:
     assert "every 3 layers" in " ".join(lines)
 
 
-def test_the_first_screen_has_columns_for_what_was_measured_only() -> None:
+def test_the_first_screen_has_columns_for_measured_numbers_only() -> None:
     broken = " ".join(first_screen(records.encoder()))
     assert "Not measured" not in broken  # before its errors are fixed, the model is not worth more audits
     audit = records.changed(records.encoder(), findings=[])
@@ -202,7 +202,7 @@ def test_a_finding_has_place_evidence_and_meaning() -> None:
     assert lines.index("→ `rw.skips.recommend(audit, model, batch)`") < at  # an action of the verdict
 
 
-def test_findings_of_a_kind_are_one_entry_with_a_table() -> None:
+def test_findings_of_a_kind_share_one_entry_with_a_table() -> None:
     total = len(records.ALL["large"]().findings)
     text = printed("large")
     assert text.count("warning  SINK") == 1

@@ -61,7 +61,7 @@ def test_notebooks_get_the_first_screen_as_html_without_scripts(name: str) -> No
 
 
 def hostile_texts() -> dict[str, str]:
-    """What objects say of themselves if every name in them moves the cursor, rings and turns the text."""
+    """Return texts of objects in which every name moves the cursor, rings and turns the text."""
     name = "\x1b[31m\x07\u202e\n"
     code = json.dumps(name)[1:-1]
     audit = rw.Audit.model_validate_json(records.encoder().model_dump_json().replace("encoder", code))

@@ -66,14 +66,14 @@ def test_every_number_of_a_certificate_is_under_its_name() -> None:
 
 
 @pytest.mark.parametrize(("best", "clear"), [(3.25, False), (3.3, False), (2.9, True), (math.nan, False)])
-def test_a_trial_in_which_no_run_learned_says_so(best: float, clear: bool) -> None:
+def test_a_trial_in_which_no_run_learned_advises_more_steps(best: float, clear: bool) -> None:
     runs = {"as it is": [3.4] * 9 + [3.3], "λ = 8": [3.4] * 9 + [best]}
     said = trial_document(runs, "text", 10).verdict.sentence
     assert ("train more steps" not in said) == clear
     assert ("λ = 8" in said) == clear
 
 
-def test_a_lower_start_is_no_training() -> None:
+def test_a_lower_start_is_not_training() -> None:
     for losses in ([2.9], [2.9, 2.89]):  # one step has trained nothing
         runs = {"as it is": [3.4] * len(losses), "λ = 8": losses}
         assert "train more steps" in trial_document(runs, "text", len(losses)).verdict.sentence

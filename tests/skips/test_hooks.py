@@ -277,7 +277,7 @@ def test_threads_do_not_share_a_residual() -> None:
         assert torch.allclose(got[at], wanted[at], rtol=1e-4, atol=1e-5)
 
 
-def test_a_part_that_runs_alone_does_not_use_a_residual() -> None:
+def test_a_part_that_runs_outside_its_block_uses_no_residual() -> None:
     x = torch.randn(1, 5, 32, generator=torch.Generator().manual_seed(0))
     alone = []
     for model in (skipped_llama(), llama()):

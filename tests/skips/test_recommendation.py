@@ -83,7 +83,7 @@ def test_the_least_lambda_without_a_collapse_is_chosen(device: torch.device) -> 
 
 @pytest.mark.parametrize("value", [3.0, -8.0, 40.0])
 def test_the_lambda_that_is_set_is_not_undercut(value: float) -> None:
-    """The statement "an audit with |λ| ≥ value finds no COLLAPSE" was tried, not only for the λ as it is."""
+    """The statement "an audit with |λ| ≥ value finds no COLLAPSE" was tried, not only for the present λ."""
     model = averaging(0.1)
     skips = rw.add_lambda_skip(model, init=value, example=START)
     choice = choose_lambda(model, START, "blocks")

@@ -164,7 +164,7 @@ class Other(Copying):
 
 
 def test_blocks_without_a_lambda_are_named() -> None:
-    """A product is not a copy, so its block has no sum x + f(x); a list of parts is no list of blocks."""
+    """A product is not a copy, so its block has no sum x + f(x); a list of parts is not a list of blocks."""
     scaled, whole = Copying(lambda x: 0.9 * x, torch.positive), Copying(torch.clone, torch.positive)
     one, two, three = (copy.deepcopy(whole) for _ in range(3))
     other = Other(lambda x: 0.9 * x, torch.positive)

@@ -304,7 +304,7 @@ def test_a_refused_call_does_not_change_the_model(name: str) -> None:
 
 
 @pytest.mark.parametrize("call", [save_skips, load_skips])
-def test_what_is_not_a_path_is_refused(call: Any) -> None:
+def test_an_object_other_than_a_path_is_refused(call: Any) -> None:
     model = bert()
     with (
         untouched(model),
@@ -331,7 +331,7 @@ ARGUMENTS: dict[str, Callable[[nn.Module, Any], object]] = {
     ],
     ids=lambda value: value.replace(" ", "_") if isinstance(value, str) else "",
 )  # fmt: skip
-def test_what_is_not_a_batch_is_refused(name: str, batch: Any, got: str) -> None:
+def test_an_object_other_than_a_batch_is_refused(name: str, batch: Any, got: str) -> None:
     expected = f"`{name.split()[0]}`: expected a batch with tokens: .*, got {got}"
     with unchecked(), pytest.raises(InputError, match=expected):
         ARGUMENTS[name](bert(), batch)

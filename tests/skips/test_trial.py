@@ -1,4 +1,4 @@
-"""`try_lambdas`: losses are those of the trainings that it describes, and no model of the user changes."""
+"""`try_lambdas`: losses equal the losses of the described trainings, and no model of the user changes."""
 
 import math
 from collections.abc import Callable
@@ -135,7 +135,7 @@ def test_ctrl_c_keeps_the_runs_that_are_done() -> None:
 
 
 def test_an_error_in_an_alternative_is_raised_before_any_training() -> None:
-    with_gradient: list[bool] = []  # of each loss, True in a training
+    with_gradient: list[bool] = []  # per loss: True in a training
 
     def noted(model: nn.Module, batch: Any) -> Tensor:
         with_gradient.append(torch.is_grad_enabled())
@@ -144,7 +144,7 @@ def test_an_error_in_an_alternative_is_raised_before_any_training() -> None:
     for wrong in (lambda: 1 / 0, lambda: nn.Linear(3, 3)):
         with pytest.raises((ZeroDivisionError, InputError)):
             rw.skips.try_lambdas(Bytes, LABELLED, [2.0], steps=1, loss=noted, alternatives={"bad": wrong})
-    assert with_gradient == [False]  # of the second alternative, whose output fits no label
+    assert with_gradient == [False]  # second alternative: its output does not fit the labels
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def function_modes() -> list[Any]:
 
 
 def left_behind(model: nn.Module) -> list[str]:
-    """Return every hook and function mode that a capture could forget, and notes of hooks that are gone."""
+    """Return every hook and function mode that a capture could forget, and notes of removed hooks."""
     stores = {key: store for key, store in vars(nn.modules.module).items() if key.startswith("_global_")}
     for name, module in model.named_modules():
         stores |= {f"{name}.{key}": store for key, store in vars(module).items() if "_hooks" in key}

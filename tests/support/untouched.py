@@ -1,4 +1,4 @@
-"""Check that code leaves a model, and the random states of torch and NumPy, exactly as they were."""
+"""Check that code leaves a model, and the random states of torch and NumPy, exactly unchanged."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -166,7 +166,7 @@ def test_blocks_of_a_hybrid_without_a_mixer_are_layers(kinds):
 
 
 def mixing(name):
-    """Return a class of residual attention, whose name may or may not say what it is."""
+    """Return a class of residual attention with a given name."""
 
     def forward(self, x):
         y = self.norm(x)
@@ -512,7 +512,7 @@ def test_a_stack_is_named_after_its_blocks(arguments, stack):
     assert stack_name(*arguments) == stack
 
 
-def test_items_of_lists_may_be_blocks_and_those_of_one_class_take_precedence():
+def test_items_of_lists_may_be_blocks_and_items_of_one_class_take_precedence():
     model = nn.ModuleDict(
         {
             "layers": nn.ModuleList([nn.Identity(), nn.Identity()]),

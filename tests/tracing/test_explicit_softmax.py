@@ -377,7 +377,7 @@ def test_attention_to_as_many_tokens_as_channels_has_no_note(way, tokens):
     assert seen(stack_of(WAYS[way], depth=2), hidden(tokens=tokens)).notes == []
 
 
-def test_values_of_a_second_product_are_what_it_multiplies():
+def test_values_of_a_second_product_are_its_right_factor():
     sites = seen(stack_of(lambda q, k, v: A(q, k) @ (A(k, q) @ v), 1), hidden()).mixers
     assert len(sites) == 2
     assert max(map(product_error, sites)) < 1e-5
@@ -391,7 +391,7 @@ def test_products_of_nested_tensors_do_not_stop_the_model():
     assert len(seen(kind(forward, attention=Attention)().eval(), hidden()).mixers) == 1
 
 
-def test_the_name_attention_alone_does_not_make_a_mixer():
+def test_the_name_attention_is_not_enough_for_a_mixer():
     with pytest.raises(CaptureError, match="at least one mixing operator"):
         seen(Stack(lambda: Block(linear())).eval(), hidden())
 

@@ -1,4 +1,4 @@
-"""Interventions replace outputs of heads and blocks; equal outputs in their place change no bit."""
+"""Interventions replace outputs of heads and blocks; a replacement by equal outputs changes no bit."""
 
 from functools import partial
 

@@ -328,7 +328,7 @@ def test_a_copy_made_during_capture_has_no_hooks(make):
 def test_with_callbacks_nothing_is_kept(make):
     """Each matrix is freed once it has mixed: neither function mode nor trace keeps it alive."""
     gc.collect()
-    gc.freeze()  # so that the searches below are of what this test makes
+    gc.freeze()  # so that the searches below find only objects of this test
     model, refs, states, alive, matrices = make(), [], [], [], []
 
     def mixer(site):

@@ -35,7 +35,7 @@ def batch(padded=False, tokens=12):
 
 @cache
 def traced(name, padded):
-    """Return trace and outputs of a family; capture leaves its output as it is."""
+    """Return trace and outputs of a family; capture leaves its output unchanged."""
     return seen_with_outputs(tiny(name), **batch(padded))
 
 

@@ -54,7 +54,7 @@ def nystrom(q, k, v):
     return (A(q, few_k) @ pseudo_inverse(A(few_q, few_k))) @ (A(few_q, k) @ v)
 
 
-# What is not a softmax of scores times values is never captured as one matrix.
+# Anything other than a softmax of scores times values is never captured as one matrix.
 OTHERS = {
     "linear attention": linear_attention,
     "kernel": lambda q, k, v: phi(q) @ (phi(k).mT @ v) / (phi(q) @ phi(k).sum(-2)[..., None]),
@@ -214,7 +214,7 @@ def test_tokens_that_a_layer_pads_are_named():
 
 
 @pytest.mark.parametrize("tokens", [4, 7])
-def test_heads_times_tokens_are_no_places_of_a_map(tokens):
+def test_heads_times_tokens_are_not_places_of_a_map(tokens):
     """Products within chunks, of as many tokens as heads times tokens, are part of a matrix at most."""
 
     def in_chunks(self, q, k, v):

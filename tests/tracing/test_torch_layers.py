@@ -84,7 +84,7 @@ def attention_of(**settings):
     return made
 
 
-# Added keys widen the masks; no other setting and mask meet in the layer.
+# Added keys widen the masks; other settings do not interact with masks.
 MHA = [(setting, mask) for setting in ("plain", "both") for mask in SELF_MASKS]
 MHA += [
     (setting, mask)
