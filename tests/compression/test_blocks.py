@@ -154,6 +154,23 @@ def test_a_smaller_model_is_the_model_with_skipped_blocks_and_its_class_loads_it
     assert torch.equal(output(model, batch), before)
 
 
+@pytest.mark.parametrize("remove", [1, 2, 3])
+def test_an_encoder_decoder_without_blocks_generates(remove: int) -> None:
+    """T5 sizes the cache of its decoder by the number of encoder blocks, here with one that costs nothing."""
+    model: Any = t5()
+    attention, mlp = model.encoder.block[1].layer
+    for weight in (attention.SelfAttention.o.weight, mlp.DenseReluDense.wo.weight):
+        weight.data.zero_()
+    data = PAIR | {"labels": output(model, PAIR).argmax(-1)}
+    costs = {block.site: block for block in rw.compress(model, [data], parts="blocks", remove=remove).blocks}
+    assert not any(block.cost < costs["encoder.block.1"].cost for block in costs.values())
+    assert costs["encoder.block.1"].step == (0 if remove == 1 else 2)
+    left = model.config.num_layers, model.config.num_decoder_layers
+    assert left[0] >= left[1]
+    assert sum(left) == 6 - remove
+    assert len(model.generate(PAIR["input_ids"], max_new_tokens=3)) == len(PAIR["input_ids"])
+
+
 @pytest.mark.parametrize(
     ("family", "gone", "fields"),
     [

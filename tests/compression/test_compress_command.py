@@ -193,6 +193,14 @@ def test_wrong_options_are_refused_before_the_model_is_loaded(run, arguments, sa
     assert said in f"{done.exception} {done.output}"
 
 
+def test_one_text_is_too_few_because_every_second_is_held_out(run: Run, tiny: Path) -> None:
+    Path("texts.jsonl").write_text('{"text": "A text of some words."}\n')
+    done = run("compress", tiny, "--text", "texts.jsonl", "--out", "new", works=False)
+    assert "texts.jsonl: expected at least two texts, because every second text is held out" in str(
+        done.exception
+    )
+
+
 @pytest.mark.parametrize("name", ["skips.json", "skips.safetensors"])
 @pytest.mark.parametrize("options", [("--out", "new"), ("--preview",)])
 def test_a_folder_with_skips_is_refused_before_the_model_is_loaded(

@@ -164,6 +164,10 @@ def test_models_and_data_that_cannot_be_previewed_are_refused() -> None:
         preview(model, [ids()])
     with pytest.raises(InputError, match="`held_out`: expected an iterable of at least one batch"):
         preview(gpt2(), [ids()], held_out=[])
+    broken: Any = gpt2()
+    broken.transformer.h[0].attn.c_attn.weight.data[0, 0] = math.nan
+    with pytest.raises(CompressionError, match="expected finite weights, got NaN or infinity in 1 of"):
+        preview(broken, [ids()])
     one = preview(gpt2(), [ids(8, 30)], held_out=[ids(1, 30, 1)], parts="kv")
     assert all(math.isnan(row.cost.spread) and math.isfinite(row.cost.loss_added) for row in one.rows)
 
@@ -242,9 +246,9 @@ def test_the_printed_commands_lead_to_the_printed_numbers(easy: Run, monkeypatch
     assert sorted(Path().glob("[!_]*")) == files
     assert "For fewer parameters: width, keep 0.75" in words(done)
     [line] = {line for line in done.output.splitlines() if line.startswith("rankwise compress")}
-    assert line.endswith("--seed 3 --parts width --keep 0.75")
-    easy(*shlex.split(line)[1:], "--out", "small")
-    record = Compression.load("small")
+    assert line.endswith("--seed 3 --parts width --keep 0.75 --out width-0.75")
+    easy(*shlex.split(line)[1:])
+    record = Compression.load("width-0.75")
     [row] = [line for line in done.output.splitlines() if line.startswith("width, keep 0.75")]
     cells = re.split(r"\s{2,}", row.strip())
     assert float(cells[1]) == pytest.approx(record.worst.loss_added, abs=5e-5)

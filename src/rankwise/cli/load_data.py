@@ -98,6 +98,9 @@ def load_data(
         middle = len(texts) // 2
         texts = texts[middle:] if half else texts[:middle]
     elif half is not None:
+        if len(texts) < 2:
+            expected = "at least two texts, because every second text is held out"
+            raise InputError(str(text or dataset), expected=expected, got=f"{len(texts)}", fix="Add texts.")
         texts = texts[half::2]
     return _load_texts(loaded, texts, str(text or dataset), tokens, **sizes)
 

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
-from rankwise._internals.forward import Change
+from rankwise._internals.batches import argument_names
+from rankwise._internals.forward import Change, config_value
 from rankwise._internals.torch_private import CHILDREN
 from rankwise.compression.plain import change_configs, check_plain
 from rankwise.compression.save import new_of_class
@@ -176,4 +177,20 @@ def difference(model: nn.Module, stacks: list[Stack], plan: Plan, batch: Any) ->
         return error.got
     except (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError) as error:
         return first_line(error)
+    return ""
+
+
+def generation_error(model: Any, stacks: list[Stack], plan: Plan, batch: Any) -> str:
+    """Return why an encoder-decoder does not generate without some blocks, "" if it does.
+
+    T5 generates with a cache of as many layers as its encoder has.
+    """
+    if not (config_value(model, "is_encoder_decoder") and "past_key_values" in argument_names(model)):
+        return ""
+    try:
+        with removal(model, stacks, plan):
+            caches = (DynamicCache(config=model.config.get_text_config(decoder=True)) for _ in range(2))
+            main_output(model, {**batch, "past_key_values": EncoderDecoderCache(*caches), "use_cache": True})
+    except IndexError as error:
+        return f"it does not generate: {first_line(error)}"
     return ""

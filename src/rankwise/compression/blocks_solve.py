@@ -3,7 +3,7 @@
 import math
 
 from rankwise._internals.forward import Change
-from rankwise.compression.blocks_find import Plan, difference, removal
+from rankwise.compression.blocks_find import Plan, difference, generation_error, removal
 from rankwise.compression.blocks_repair import repair
 from rankwise.compression.records import BlockRemoval
 from rankwise.compression.trials import Job, Solution
@@ -45,6 +45,7 @@ def solve(job: Job) -> Solution:
     alone = {name: joint(name) for name in places}
     added, removed = dict(alone), dict[str, float]()  # last measured increases, and joint costs
     plan: Plan = {}
+    waiting: dict[str, float] = {}  # encoder blocks that can be removed after further decoder blocks
     limit, before, reason = math.inf, 0.0, ""
     if job.tolerance is not None:
         limit = job.tolerance * passes.reference()
@@ -60,9 +61,15 @@ def solve(job: Job) -> Solution:
         larger = plan | {stack.name: plan.get(stack.name, set()) | {number}}
         if len(larger[stack.name]) == stack.size:
             reason = f"{name} is the last block of its stack"
-        elif not (reason := difference(job.model, stacks, larger, job.short)):
+        elif reason := difference(job.model, stacks, larger, job.short):
+            pass
+        elif reason := generation_error(job.model, stacks, larger, job.short):
+            waiting[name] = costs[name] - before
+        else:
             plan, before = larger, costs[name]
             removed[name] = before
+            added |= waiting
+            waiting.clear()
     if count is not None and len(removed) < count:
         raise CompressionError(
             f"model {type(job.model).__name__}",

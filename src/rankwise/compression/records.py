@@ -239,7 +239,7 @@ class Compression(SavedRecord):
     timed: str = ""
     """Timed work: "decoding step after N tokens" or "pass". Empty if time was not measured."""
     seconds_before: Number = math.nan
-    """Median seconds of the original, over rounds in which both models take turns."""
+    """Seconds of the original in its fastest round. Both models take turns."""
     seconds_after: Number = math.nan
     left_out: dict[str, str] = Field(default_factory=dict)
     """Attention layers that could not be compressed, each with the reason."""

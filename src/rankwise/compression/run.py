@@ -131,8 +131,9 @@ def compress(
     named = any((parts is not None, remove, isinstance(keep, Mapping), isinstance(tolerance, Mapping)))
     check_compressible(model)
     if uniform and not (named and "heads" in targets):
-        expected, fix = "the part 'heads', which it is for", 'Name it: `parts="heads"`.'
-        raise CompressionError("`uniform`", expected=expected, got=", ".join(targets), fix=fix)
+        expected, fix = "the part 'heads', which it is for", 'Name it: `parts="heads"`, or `--parts heads`.'
+        got = ", ".join(targets) if named else "no parts"
+        raise CompressionError("`uniform`", expected=expected, got=got, fix=fix)
     whole_number("`calibrate`", calibrate, 0, error=CompressionError)
     data = list(each_batch(batches))
     eval_data = list(each_batch(held_out, "held_out")) if held_out is not None else data

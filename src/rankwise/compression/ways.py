@@ -8,14 +8,14 @@ from typing import Any
 
 from torch import nn
 
-from rankwise._internals.batches import each_batch
-from rankwise._internals.forward import Progress, config_value, eval_mode, preserve_random_state
+from rankwise._internals.batches import each_batch, to_device
+from rankwise._internals.forward import Progress, config_value, device_of, eval_mode, preserve_random_state
 from rankwise._internals.threads import exclusive
 from rankwise.compression.evaluate import cache_bytes, measure_row, reference_tokens, refusal, snapshot
 from rankwise.compression.quantized_cache import is_decoder, quantized_cache, quantized_latents
 from rankwise.compression.records import Preview, PreviewRow
 from rankwise.compression.run import check_compressible, part_targets, read_lengths
-from rankwise.compression.trials import Job, find_part, solve_part
+from rankwise.compression.trials import Job, check_finite, find_part, main_output, solve_part
 
 BITS, LATENT_BITS = (8, 4, 3), 8
 """Bits of simulated keys and values, and of simulated latents."""
@@ -68,6 +68,7 @@ def preview(
     with eval_mode(model), preserve_random_state(model):
         read_lengths(model, data, "batches")
         lengths = [max(each, default=0) for each in read_lengths(model, eval_data, "held_out")]
+        check_finite(model, main_output(model, to_device(eval_data[0], device_of(model))))
         before = snapshot(model, eval_data)
         done = Preview(
             model=config_value(model, "name_or_path") or type(model).__name__,

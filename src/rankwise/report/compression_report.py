@@ -236,6 +236,7 @@ def preview_document(record: Preview, command: str = "", notes: Sequence[str] = 
             quantized = WINDOWED.format(bits=row.bits)
         quantized += "  # needs the package hqq"
         compressed = f"{command} --parts {row.part} --keep {row.keep:g}" + " --uniform" * row.uniform
+        compressed += f" --out {'uniform-' * row.uniform}{row.part}-{row.keep:g}"
         code.append(compressed if row.part else quantized)
     same = PreviewRow(part="unchanged", parameters=record.parameters, cache_bytes=record.cache_bytes)
     cells = [
