@@ -8,13 +8,14 @@ Measured  Decoders: loss of the second half of each window, with a cache of the 
           calibrated on three texts.
 Rivals    pip install --no-deps kvpress optipfair cacheshrink optimum-quanto hqq, with cachetools, fire, scipy
           and geoopt. A rival that is not installed or that fails is a row with the reason.
-Hardware  one CPU core, about 90 minutes
+Hardware  one CPU core, about 110 minutes
 Expect    Gemma: 4-bit keys and values lose less than latents of the same bytes. Demo: latents of half of the
           bytes lose nothing.
 """
 
 import gzip
 import json
+import textwrap
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -378,8 +379,8 @@ def probe(states: Tensor, positive: Tensor) -> float:
 
 
 def tables(report: Report) -> dict[str, str]:
-    """Return one table per model: a row per way, with one number for each calibration text."""
-    result = {}
+    """Return the packages, and one table per model: a row per way, one number for each calibration text."""
+    result = {"packages": ", ".join(f"{name} {number}" for name, number in report["packages"].items())}
     for mark, subject in {"demo": DEMO, "gemma": GEMMA, "minilm": MINILM}.items():
         names = ("retrieval", "probe") if subject is MINILM else ("added", "spread", "cache")
         ways: dict[str, list[dict[str, Any]]] = {}
@@ -391,7 +392,8 @@ def tables(report: Report) -> dict[str, str]:
             cells = [", ".join(f"{row[name]:.4f}" for row in rows if name in row) for name in names[:2]]
             for name in (*names[2:], "parameters"):
                 cells.append(f"{rows[0][name]:.2f}" if name in rows[0] else "–")
-            failed = [rows[0]["failed"][:100] + " …", *["–"] * len(names)] if "failed" in rows[0] else cells
+            reason = textwrap.shorten(rows[0].get("failed", ""), 110, placeholder=" …")
+            failed = [reason, *["–"] * len(names)] if reason else cells
             lines.append((way, *failed, str(round(mean(row["seconds"] for row in rows)))))
         result[mark] = markdown_table(("way, share kept", *names, "parameters", "seconds"), lines)
     return result
