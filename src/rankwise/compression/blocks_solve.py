@@ -3,12 +3,13 @@
 import math
 
 from rankwise._internals.forward import Change
-from rankwise.compression.blocks_find import Plan, difference, generation_error, removal
+from rankwise.compression.blocks_find import Plan, Stack, difference, generation_error, removal
 from rankwise.compression.blocks_repair import repair
 from rankwise.compression.records import BlockRemoval
 from rankwise.compression.trials import Job, Solution
 from rankwise.errors import CompressionError
 from rankwise.importance.ablation import passes_without_blocks
+from rankwise.importance.gated_passes import GatedPasses
 from rankwise.tracing import CallId
 
 TRIES = 4
@@ -83,25 +84,8 @@ def solve(job: Job) -> Solution:
     ]
     change, cost = Change(job.model), math.nan
     if removed:
-        change = removal(job.model, stacks, plan)
-        calibration, held_out = passes, job.eval_batches is not job.batches
-        data = "held-out" if held_out else "calibration"
-        if held_out:
-            passes = passes_without_blocks(job.model, job.eval_batches, job.seed, job.on_progress)
-        cost = passes.mean(passes.without({}, removed) - passes.losses)
-        job.on_progress("repair", math.nan)
-        if layers := repair(calibration, stacks, plan):
-            with Change(job.model, modules=layers):
-                losses = passes.without({CallId(name, 0): () for name in layers}, removed)
-            repaired = passes.mean(losses - passes.losses)
-            decision = "kept" if repaired < cost else "left out"
-            notes.append(
-                f"Repair by least squares of {', '.join(layers)} ({decision}): the loss rises by "
-                f"{repaired:.4g} instead of {cost:.4g} on the {data} data."
-            )
-            if repaired < cost:
-                change.modules, cost = layers, repaired
-        cost = cost / passes.reference() if held_out and passes.reference() else math.nan
+        change, cost, repaired = _repaired(job, passes, stacks, plan)
+        notes += repaired
     steps = {name: step for step, name in enumerate(removed, start=1)}
     return Solution(
         change,
@@ -122,6 +106,34 @@ def solve(job: Job) -> Solution:
         notes=notes,
         cost=cost,
     )
+
+
+def _repaired(
+    job: Job, calibration: GatedPasses, stacks: list[Stack], plan: Plan
+) -> tuple[Change, float, list[str]]:
+    """Return the removal of blocks with a repair if it lowers the loss, its held-out cost, and notes on it.
+
+    The cost is a share of the loss. It is NaN if no data are held out.
+    """
+    change, passes, notes = removal(job.model, stacks, plan), calibration, list[str]()
+    held_out = job.eval_batches is not job.batches
+    if held_out:
+        passes = passes_without_blocks(job.model, job.eval_batches, job.seed, job.on_progress)
+    gone = [stack.block(number) for stack in stacks for number in plan.get(stack.name, ())]
+    cost = passes.mean(passes.without({}, gone) - passes.losses)
+    job.on_progress("repair", math.nan)
+    if layers := repair(calibration, stacks, plan):
+        with Change(job.model, modules=layers):
+            losses = passes.without({CallId(name, 0): () for name in layers}, gone)
+        repaired = passes.mean(losses - passes.losses)
+        notes.append(
+            f"Repair by least squares of {', '.join(layers)} ({'kept' if repaired < cost else 'left out'}): "
+            f"the loss rises by {repaired:.4g} instead of {cost:.4g} on the "
+            f"{'held-out' if held_out else 'calibration'} data."
+        )
+        if repaired < cost:
+            change.modules, cost = layers, repaired
+    return change, cost / (passes.reference() or math.nan) if held_out else math.nan, notes
 
 
 def check(job: Job) -> int | None:
