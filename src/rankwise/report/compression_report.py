@@ -194,9 +194,11 @@ cache = DynamicCache(config=model.config)
 cache.layers = [HQQQuantizedLayer({bits}, 1, 1) if type(x) is DynamicLayer else x for x in cache.layers]
 model.generate(ids, past_key_values=cache)"""
 """Code for quantized layers between windows, for which `QuantizedCache` has no option."""
-PURPOSES: dict[Literal["memory", "size", "speed"], str] = {
+Purpose = Literal["memory", "size", "speed"]
+PURPOSES: dict[Purpose, str] = {
     "memory": "For memory", "size": "For fewer parameters", "speed": "For speed"
 }  # fmt: skip
+Chosen = dict[Purpose, PreviewRow | None]
 
 
 def preview_document(record: Preview, command: str = "", notes: Sequence[str] = ()) -> Document:
@@ -206,38 +208,6 @@ def preview_document(record: Preview, command: str = "", notes: Sequence[str] = 
     which data were measured.
     """
     chosen = {purpose: record.recommended(purpose) for purpose in PURPOSES}
-    sizes: dict[str, Callable[[PreviewRow], str]] = {
-        "memory": lambda row: (
-            f"{(row.cache_bytes + row.kept_keys) / record.cache_bytes:.0%} of the cache"
-            + ", kept keys included" * (row.kept_keys > 0)
-        ),
-        "size": lambda row: f"{row.parameters / record.parameters:.0%} of the parameters",
-        "speed": lambda row: f"{row.time:.0%} of the time",
-    }
-    noun = (
-        "loss" if any(math.isfinite(row.cost.loss_before) for row in record.rows) else "of the squared output"
-    )
-    said = [
-        f"{PURPOSES[purpose]}: {way_name(row)} ({sizes[purpose](row)}, {row.cost.relative:+.2%} {noun})."
-        for purpose, row in chosen.items()
-        if row
-    ]
-    none = [words.lower() for purpose, words in PURPOSES.items() if not chosen[purpose]]
-    if not said:
-        least = f"{1 - PAYS_SIZE:.0%} (of the time, {1 - PAYS_TIME:.0%})"
-        said = [f"Nothing pays: no way costs at most {PAYS_COST:.0%} {noun} and saves {least}."]
-    elif none:
-        said.append(f"Nothing pays {' or '.join(none)}.")
-    code = []
-    for row in {way_name(row): row for row in chosen.values() if row}.values():
-        options = f'{{"backend": "hqq", "nbits": {row.bits}, "axis_key": 1, "axis_value": 1}}'
-        quantized = f'model.generate(ids, cache_implementation="quantized", cache_config={options})'
-        if record.windowed:
-            quantized = WINDOWED.format(bits=row.bits)
-        quantized += "  # needs the package hqq"
-        compressed = f"{command} --parts {row.part} --keep {row.keep:g}" + " --uniform" * row.uniform
-        compressed += f" --out {'uniform-' * row.uniform}{row.part}-{row.keep:g}"
-        code.append(compressed if row.part else quantized)
     same = PreviewRow(part="unchanged", parameters=record.parameters, cache_bytes=record.cache_bytes)
     cells = [
         [*_cells(row, record.cache_bytes), format_number(row.time, 2)]
@@ -260,13 +230,57 @@ def preview_document(record: Preview, command: str = "", notes: Sequence[str] = 
         command="Rankwise compress --preview",
         heading=model_name(record.model),
         setting="The model is unchanged.",
-        verdict=Verdict(sentence=" ".join(said)),
+        verdict=Verdict(sentence=_recommendation(record, chosen)),
         sections=nonempty(
-            Section("ways", "Ways", tables=tables), Section("next", "Follow it", code="\n".join(code))
+            Section("ways", "Ways", tables=tables),
+            Section("next", "Follow it", code=_commands(record, chosen, command)),
         ),
         notes=list(notes),
         origin=[],
     )
+
+
+def _recommendation(record: Preview, chosen: Chosen) -> str:
+    """Return the first line of a preview: the chosen way for each purpose, or that nothing pays."""
+    sizes: dict[str, Callable[[PreviewRow], str]] = {
+        "memory": lambda row: (
+            f"{(row.cache_bytes + row.kept_keys) / record.cache_bytes:.0%} of the cache"
+            + ", kept keys included" * (row.kept_keys > 0)
+        ),
+        "size": lambda row: f"{row.parameters / record.parameters:.0%} of the parameters",
+        "speed": lambda row: f"{row.time:.0%} of the time",
+    }
+    noun = (
+        "loss" if any(math.isfinite(row.cost.loss_before) for row in record.rows) else "of the squared output"
+    )
+    said = [
+        f"{PURPOSES[purpose]}: {way_name(row)} ({sizes[purpose](row)}, {row.cost.relative:+.2%} {noun})."
+        for purpose, row in chosen.items()
+        if row
+    ]
+    none = [words.lower() for purpose, words in PURPOSES.items() if not chosen[purpose]]
+    if not said:
+        least = f"{1 - PAYS_SIZE:.0%} (of the time, {1 - PAYS_TIME:.0%})"
+        cost = f"{PAYS_COST:.0%} {noun}, two standard errors included,"
+        said = [f"Nothing pays: no way costs at most {cost} and saves {least}."]
+    elif none:
+        said.append(f"Nothing pays {' or '.join(none)}.")
+    return " ".join(said)
+
+
+def _commands(record: Preview, chosen: Chosen, command: str) -> str:
+    """Return the commands, or the code for a quantized cache, that follow a recommendation."""
+    code = []
+    for row in {way_name(row): row for row in chosen.values() if row}.values():
+        options = f'{{"backend": "hqq", "nbits": {row.bits}, "axis_key": 1, "axis_value": 1}}'
+        quantized = f'model.generate(ids, cache_implementation="quantized", cache_config={options})'
+        if record.windowed:
+            quantized = WINDOWED.format(bits=row.bits)
+        quantized += "  # needs the package hqq"
+        compressed = f"{command} --parts {row.part} --keep {row.keep:g}" + " --uniform" * row.uniform
+        compressed += f" --out {'uniform-' * row.uniform}{row.part}-{row.keep:g}"
+        code.append(compressed if row.part else quantized)
+    return "\n".join(code)
 
 
 def _latents(record: Compression) -> Table:
