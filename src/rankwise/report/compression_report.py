@@ -175,7 +175,7 @@ def _cells(row: PreviewRow, cache: int) -> list[str]:
     costs = [format_number(number, 4) for number in (added, cost.spread)]
     size = f"{row.cache_bytes / 1e6:.3g} MB" if cache else MISSING
     sizes = size, share, f"{row.parameters / 1e6:.4g} M"
-    return [way_name(row), *costs, f"{cost.tokens:,}", *sizes]
+    return [way_name(row), *costs, f"{cost.tokens:,}" if cost.tokens else MISSING, *sizes]
 
 
 def way_name(row: PreviewRow) -> str:
