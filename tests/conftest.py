@@ -19,7 +19,7 @@ from hypothesis import settings
 from typer.testing import CliRunner, Result
 
 # Property tests are not timed: the first call of a decomposition loads libraries.
-settings.register_profile("quick", deadline=None, derandomize=True, max_examples=15)
+settings.register_profile("quick", deadline=None, derandomize=True, max_examples=10)
 settings.register_profile("thorough", deadline=None, max_examples=300)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
