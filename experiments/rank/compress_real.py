@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
@@ -55,8 +55,6 @@ TEXTS = {
     "Shakespeare": "tiny_shakespeare/input.txt",
     "IMDB": "imdb/train.jsonl.gz",
 }
-PARTIAL = Path(gettempdir()) / f"rankwise-compress-real-{commit()}.jsonl"
-"""Rows of an interrupted run of the same commit."""
 PACKAGES = ("kvpress", "optipfair", "cacheshrink", "optimum-quanto", "hqq")
 REVIEWS = 300
 """Reviews for the linear probe; half of them train it."""
@@ -118,18 +116,29 @@ def measure(data: Path) -> Report:
         MINILM.name: encoder_rows(str(require_minilm()), data),
         GEMMA.name: decoder_rows(GEMMA, str(require_gemma()), data),
     }
-    PARTIAL.unlink(missing_ok=True)
+    rows_file().unlink()
     return report
+
+
+@cache
+def rows_file() -> Path:
+    """Return the file with the rows of an interrupted run of the same commit, empty if the source differs."""
+    name = commit() or "+"
+    file = Path(gettempdir()) / f"rankwise-compress-real-{name}.jsonl"
+    if name.endswith("+"):
+        file.unlink(missing_ok=True)
+    file.touch()
+    return file
 
 
 def attempt(rows: list[dict[str, Any]], way: str, run: Callable[[], dict[str, Any]], text: str = "") -> None:
     """Add what a way measures, with its seconds, or the reason why it fails.
 
     `rows` begin with the name of the model, `text` is the name of the calibration text. Rows of a run that
-    was interrupted are read from `PARTIAL`.
+    was interrupted are read from `rows_file`.
     """
     key, begun = {"model": rows[0]["model"], "way": way, "text": text}, time.process_time()
-    done = [json.loads(line) for line in PARTIAL.read_text().splitlines()] if PARTIAL.exists() else []
+    done = [json.loads(line) for line in rows_file().read_text().splitlines()]
     if kept := [row for row in done if key.items() <= row.items() and "failed" not in row]:
         rows.append(kept[0])
         return
@@ -138,7 +147,7 @@ def attempt(rows: list[dict[str, Any]], way: str, run: Callable[[], dict[str, An
     except Exception as error:  # a rival can fail in any way
         row = {"failed": f"{type(error).__name__}: {first_line(error)}"}
     rows.append({**key, **row, "seconds": round(time.process_time() - begun)})
-    with PARTIAL.open("a") as file:
+    with rows_file().open("a") as file:
         print(json.dumps(rows[-1]), file=file, flush=True)
 
 
@@ -184,8 +193,8 @@ def decoder_rows(subject: Subject, folder: str, data: Path) -> list[dict[str, An
 
     def compressed(part: str, keep: float, calibration: Tensor) -> dict[str, Any]:
         model, (name, _, uniform) = load().eval(), part.partition(", ")
-        *batches, held_out = [{"input_ids": rows} for rows in calibration.split(2)]
-        record = rw.compress(model, batches, keep, parts=name, uniform=bool(uniform), held_out=[held_out])
+        *batches, others = [{"input_ids": rows} for rows in calibration.split(2)]
+        record = rw.compress(model, batches, keep, parts=name, uniform=bool(uniform), held_out=[others])
         sizes = [sum(getattr(latent, size) for latent in record.latents) for size in ("rank", "channels")]
         cache = record.kept_cache.after / record.kept_cache.before if not all(sizes) else sizes[0] / sizes[1]
         return added(model) | {
@@ -344,8 +353,8 @@ def encoder_rows(folder: str, data: Path) -> list[dict[str, Any]]:
 
     def compressed(part: str, keep: float, calibration: Tensor) -> dict[str, Any]:
         model, (name, _, uniform) = load().eval(), part.partition(", ")
-        *batches, held_out = [{"input_ids": rows} for rows in calibration.split(8)]
-        record = rw.compress(model, batches, keep, parts=name, uniform=bool(uniform), held_out=[held_out])
+        *batches, others = [{"input_ids": rows} for rows in calibration.split(8)]
+        record = rw.compress(model, batches, keep, parts=name, uniform=bool(uniform), held_out=[others])
         return scores(model) | {"parameters": record.parameters_after / record.parameters_before}
 
     load = partial(AutoModel.from_pretrained, folder)

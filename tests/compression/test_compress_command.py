@@ -193,6 +193,15 @@ def test_wrong_options_are_refused_before_the_model_is_loaded(run, arguments, sa
     assert said in f"{done.exception} {done.output}"
 
 
+def test_a_text_without_longer_windows_is_noted(run: Run, tiny: Path) -> None:
+    """The model reads 64 tokens: windows of 32 could be measured next to windows of 8, and are not."""
+    Path("lines.jsonl").write_text('{"text": "to be or"}\n' * 8)
+    options = ("--tokens", 8, "--sequences", 2, "--parts", "kv", "--keep", 0.5)
+    for text, noted in (("lines.jsonl", True), ("text.txt", False)):
+        done = run("compress", tiny, "--text", text, *options, "--out", text.partition(".")[0])
+        assert ("no 16 tokens in a row were held out" in words(done)) == noted
+
+
 def test_one_text_is_too_few_because_every_second_is_held_out(run: Run, tiny: Path) -> None:
     Path("texts.jsonl").write_text('{"text": "A text of some words."}\n')
     done = run("compress", tiny, "--text", "texts.jsonl", "--out", "new", works=False)

@@ -159,7 +159,11 @@ NO_PLAIN = r"expected fewer heads in every layer.*Remove heads without `uniform`
         ),
         (llama, {"keep": 0.75}, r"no number of heads for `keep` 0.75 of 4. `keep` can be 0.5\."),
         (llama, {"parts": "width"}, r"`uniform`: expected the part 'heads', which it is for, got width"),
-        (llama, {"parts": None}, r"`uniform`: expected the part 'heads'"),
+        (
+            llama,
+            {"parts": None},
+            r"`uniform`: expected the part 'heads'.*got no parts. Name it: .*--parts heads",
+        ),
         (llama, {"parts": None, "keep": {"kv": 0.5}}, r"`uniform`: expected the part 'heads'.*got kv"),
     ],
 )

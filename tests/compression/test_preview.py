@@ -256,6 +256,27 @@ def test_the_printed_commands_lead_to_the_printed_numbers(easy: Run, monkeypatch
     assert cells[6] == f"{record.parameters_after / 1e6:.4g} M"
 
 
+def test_the_printed_commands_of_a_preview_can_be_followed_in_order(run: Run) -> None:
+    Path("four.py").write_text("""
+from tests.compression.compression_cases import SIZES, ids, made
+def build():
+    return made("Llama", **SIZES, num_key_value_heads=4), [ids(6, 30, seed) for seed in range(4)]
+""")
+    record = rows_of(("heads", 0.0, 50, 90, 0.9), ("key-heads", 0.0, 60, 80, 0.9))
+    rows = [row.model_copy(update={"uniform": row.part == "heads"}) for row in record.rows]
+    document = preview_document(
+        record.model_copy(update={"rows": rows}), "rankwise compress four.py:build --seed 1"
+    )
+    lines = document.sections[-1].code.splitlines()
+    assert len(lines) == 2
+    for line in lines:
+        run(*shlex.split(line)[1:])
+    assert {path.parent.name for path in Path().glob("*/compression.json")} == {
+        "uniform-heads-0.5",
+        "key-heads-0.5",
+    }
+
+
 def test_an_interrupt_prints_the_rows_that_are_finished(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def stopped(*_: Any) -> Any:
         raise KeyboardInterrupt

@@ -9,6 +9,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import deepcopy
+from itertools import chain
 from typing import Any, TypeVar, no_type_check
 
 import numpy as np
@@ -254,13 +255,16 @@ def preserve_state(model: nn.Module) -> Iterator[None]:
     hook_names = [name for name in torch_names if "_hooks" in name]
     hooks = [vars(module)[name] for module in modules for name in hook_names]
     present = [(store, set(store)) for store in hooks]
-    own = [(vars(module), name) for module in modules for name in vars(module).keys() - torch_names.keys()]
+    places: list[Any] = [(vars(x), name) for x in modules for name in vars(x).keys() - torch_names.keys()]
     inside: list[Any] = [module._buffers for module in modules]
-    inside += _containers(store[name] for store, name in own)
+    inside += _containers(store[name] for store, name in places)
     stores = [vars(module) for module in modules] + inside
     stores += [module._non_persistent_buffers_set for module in modules]
-    places = [*own, *((store, name) for store in inside for name in _places(store))]
-    contents = [store[name] for store, name in places] + [x for s in inside if isinstance(s, set) for x in s]
+    sets = [store for store in inside if isinstance(store, set)]  # a set would not find copies of tensors
+    for store in inside:
+        if not isinstance(store, set):
+            places += [(store, name) for name in (store if isinstance(store, dict) else range(len(store)))]
+    contents = chain((store[name] for store, name in places), *sets)
     kinds = (Tensor, Generator, np.random.Generator)
     values = [value for value in contents if isinstance(value, kinds)]
     generators = [(value, value.get_state()) for value in values if isinstance(value, Generator)]
@@ -299,11 +303,6 @@ def preserve_state(model: nn.Module) -> Iterator[None]:
             if not isinstance(store, dict) or list(store) != list(content):
                 store.clear()
             (store.extend if isinstance(store, list | deque) else store.update)(content)
-
-
-def _places(store: Any) -> Iterable[Any]:
-    """Return the keys or indices of a container; a set has none, and would not find copies of tensors."""
-    return store if isinstance(store, dict) else range(0 if isinstance(store, set) else len(store))
 
 
 def _containers(values: Iterable[Any]) -> list[Any]:

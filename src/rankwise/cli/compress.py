@@ -234,18 +234,20 @@ def _data(
     inputs, others = (load_data(subject, **data, **sizes, half=half) for half in (0, 1))
     held_out, tokens = list(others.batches), sizes["tokens"]
     longest = min(longest, longest_sequence(subject.model) or longest)
-    notes = [f"no {2 * tokens:,} tokens in a row were held out: longer windows were not measured"]
-    notes = notes if longest >= 2 * tokens else []
+    reads_longer = longest >= 2 * tokens
+    note = "the second half of the text, or every second text, was held out"
     while longest >= 2 * tokens:
         more: dict[str, Any] = {"sequences": max(4, sizes["sequences"] * tokens // longest)}
         more |= {"tokens": longest, "batch_size": max(1, sizes["batch_size"] * tokens // longest)}
         with suppress(InputError):  # the text is too short, or memory too small
-            long = load_data(subject, **data, **more, half=1).batches
-            held_out += [batch for batch in long if tensors_in(batch)[0].shape[1] >= 2 * tokens]
-            notes = []
-            break
+            batches = load_data(subject, **data, **more, half=1).batches
+            if long := [batch for batch in batches if tensors_in(batch)[0].shape[1] >= 2 * tokens]:
+                held_out += long
+                break
         longest //= 2
-    note = "; ".join(["the second half of the text, or every second text, was held out", *notes])
+    else:
+        if reads_longer:
+            note += f"; no {2 * tokens:,} tokens in a row were held out: longer windows were not measured"
     return list(inputs.batches), held_out, [f"Data: {inputs.data}; {note}.", *inputs.notes]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from rankwise._internals.batches import each_batch, to_device
+from rankwise._internals.batches import each_batch, to_device, without_logits
 from rankwise._internals.forward import Progress, config_value, device_of, eval_mode, preserve_random_state
 from rankwise._internals.threads import exclusive
 from rankwise.compression.evaluate import cache_bytes, measure_row, reference_tokens, refusal, snapshot
@@ -68,7 +68,8 @@ def preview(
     with eval_mode(model), preserve_random_state(model):
         read_lengths(model, data, "batches")
         lengths = [max(each, default=0) for each in read_lengths(model, eval_data, "held_out")]
-        check_finite(model, main_output(model, to_device(eval_data[0], device_of(model))))
+        short = without_logits(model, to_device(data[0], device_of(model)))
+        check_finite(model, main_output(model, short))
         before = snapshot(model, eval_data)
         done = Preview(
             model=config_value(model, "name_or_path") or type(model).__name__,
